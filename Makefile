@@ -1,4 +1,4 @@
-# The two commands a newcomer needs are `make demo` and `make test`; both prepare .venv when it is
+# The two commands a new developer needs are `make demo` and `make test`; both prepare .venv when it is
 # missing or out of date.
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-ci test-all test-accelerator lint format types layers counts bench \

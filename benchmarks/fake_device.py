@@ -180,11 +180,14 @@ def install() -> None:
 
     GradBucket.decide = all_used  # type: ignore[method-assign]
     units: Any = sys.modules["composable.api.units"]
-    spread_over, units.spread_over = units.spread_over, lambda *args: _unfaked(spread_over, *args)
-    spread: Any = sys.modules["composable.api.mesh"].Spread  # type: ignore[attr-defined]
+    mesh_plan_for, units.mesh_plan_for = (
+        units.mesh_plan_for,
+        lambda *args: _unfaked(mesh_plan_for, *args),
+    )
+    plan: Any = sys.modules["composable.api.mesh"].MeshPlan  # type: ignore[attr-defined]
     # told to the other ranks; a tensor of the mesh has no numbers here
-    spread.rows = property(lambda self: torch.empty(0))
-    comm_of_all, spread.comm_of_all = spread.comm_of_all, lambda *args: _unfaked(comm_of_all, *args)
+    plan.rows = property(lambda self: torch.empty(0))
+    comm_of_all, plan.comm_of_all = plan.comm_of_all, lambda *args: _unfaked(comm_of_all, *args)
     # parameters are of another class
     checks: Any = sys.modules["composable.api.checks"]
     checks.refuse_unfit = checks.refuse_unfit_extension = lambda *_: None

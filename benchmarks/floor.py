@@ -64,12 +64,12 @@ def _floor(task: Task, options: argparse.Namespace) -> Measure:
     gathers: list[Move] = []
     reductions: list[Move] = []
     for numel, shard in zip(padded, shards, strict=True):
-        room, mine = whole[:numel], moved[: numel // size]
+        buffer, mine = whole[:numel], moved[: numel // size]
         gathers.append(
-            _fastest({name: make(shard, room) for name, make in GATHERS.items()}, watch, device)
+            _fastest({name: make(shard, buffer) for name, make in GATHERS.items()}, watch, device)
         )
         makers = {
-            name: make(room, mine)
+            name: make(buffer, mine)
             for name, make in REDUCTIONS.items()
             if not name.startswith("all-reduce")
         }

@@ -47,7 +47,7 @@ PIECES = (
     Piece("all-gathers of the faked group", ("comm.base:GroupComm.all_gather",), True),
     Piece("reduce-scatter of the faked group", ("comm.base:GroupComm.reduce_scatter",), True),
     Piece("parameters out of the message", ("engine.params.gather:Gather.copy_out",), True),
-    Piece("gradients into the message", ("engine.gradients.reduction:Plan.copy_in",), True),
+    Piece("gradients into the message", ("engine.gradients.reduction:ReducePlan.copy_in",), True),
     Piece("gradients taken from parameters", ("engine.gradients.grad_bucket:GradBucket._take",)),
     Piece("gradients onto parameters", ("engine.gradients.grad_bucket:GradBucket._deliver",)),
     Piece("checks before forward", ("engine.step.prepare:Preparation.run",), True),

@@ -113,7 +113,7 @@ def plain_calls(model: nn.Module, units: type[nn.Module], mesh: DeviceMesh) -> n
         return hook
 
     def after(unit: PlainUnit) -> Any:
-        def enter_backward(gradients: tuple[Tensor, ...]) -> None:
+        def pre_backward(gradients: tuple[Tensor, ...]) -> None:
             # the unit whose backward is over: one in flight, as the libraries have it
             if waiting:
                 waiting.pop().reduce()
@@ -123,7 +123,7 @@ def plain_calls(model: nn.Module, units: type[nn.Module], mesh: DeviceMesh) -> n
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             unit.show(unit.at_rest)
             if output.grad_fn is not None:
-                output.grad_fn.register_prehook(enter_backward)
+                output.grad_fn.register_prehook(pre_backward)
 
         return hook
 

@@ -153,8 +153,10 @@ def _fsdp2(model: Llama, mesh: DeviceMesh, machine: Machine) -> list[AbstractCon
     )
 
     module = DeviceModule(machine)
-    rooms = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
-    patches = [mock.patch.object(room, "_get_device_handle", return_value=module) for room in rooms]
+    modules = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
+    patches = [
+        mock.patch.object(each, "_get_device_handle", return_value=module) for each in modules
+    ]
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)

@@ -16,13 +16,13 @@ is notified of launches and waits by `observe_launches` of `composable.comm`, wi
 |                              | answers for the engine                                            |
 | `open_scope`                 | is the scope that is open                                         |
 | `driver_of`                  | makes what takes part in steps of units that others compute       |
-| `Event`                      | what one unit does, to be driven elsewhere                        |
+| `StepEvent`                  | what one unit does, to be driven elsewhere                        |
 | `unscale_gradients`          | unscales gradients as a scaler does that other ranks step         |
 | `Unit`                       | what a call of a verb left on its modules                         |
 | `Group`                      | parameters of a unit that are gathered together                   |
 | `Param`                      | one of them                                                       |
 | `Root`, `Call`               | the outermost module of a forward; one call of a unit             |
-| `Plan`                       | how gradients lie in the message that reduces them                |
+| `ReducePlan`                 | how gradients lie in the message that reduces them                |
 | `units_in`                   | the units in modules; for a caller that needs some, at least one  |
 | `unit_of`, `label_of`        | what manages a parameter, and what it is there                    |
 | `managed_in`                 | the parameters of all units of a model, with their names there    |
@@ -62,7 +62,7 @@ from composable.engine.edits.loading import warn_of_other_groups as warn_of_othe
 from composable.engine.params import param as params
 from composable.engine.params.param import label_of as label_of
 from composable.engine.step import driver, observer, unit
-from composable.engine.step.driver import Event as Event
+from composable.engine.step.driver import StepEvent as StepEvent
 from composable.engine.step.observer import OBSERVERS
 from composable.engine.step.observer import Observer as Observer
 from composable.engine.step.observer import called as called
@@ -299,7 +299,7 @@ class Call(Protocol):
     def waits(self) -> bool: ...
 
 
-class Plan(Protocol):
+class ReducePlan(Protocol):
     """How gradients of a bucket lie in its message: what a `Launch` of a reduction is sent by."""
 
     @property
@@ -308,7 +308,7 @@ class Plan(Protocol):
         """The gradients in what a launch sends, by the index of the parameter."""
 
 
-class _Managed(Protocol):
+class _NamedParam(Protocol):
     """A parameter of a unit, by its name in the model."""
 
     @property
@@ -324,7 +324,7 @@ class _Driver(Protocol):
 
     @property
     def modes(self) -> Sequence[SyncMode]: ...
-    def visit(self, index: int, event: Event, detail: int) -> None: ...
+    def visit(self, index: int, event: StepEvent, detail: int) -> None: ...
     def backward(self, modes: Sequence[SyncMode], follow: Callable[[], None]) -> None: ...
     def reduce(self, parameters: Sequence[Tensor]) -> None: ...
     def reset(self) -> None: ...
@@ -346,7 +346,7 @@ observe: Final[Callable[[Observer], Callable[[], None]]] = OBSERVERS.add
 # The unit that manages a parameter, at rest or while modules compute; None if none does.
 unit_of: Final[Callable[[Tensor], Unit | None]] = unit.unit_of
 # The parameters of all units, with their names in the model, each once.
-managed_in: Final[Callable[[str, nn.Module], Iterator[_Managed]]] = whole.managed_in
+managed_in: Final[Callable[[str, nn.Module], Iterator[_NamedParam]]] = whole.managed_in
 
 
 def _of_engine(units: Iterable[Unit]) -> list[unit.Unit]:
@@ -431,8 +431,8 @@ if TYPE_CHECKING:
     def _is_call(call: unit.UnitCall) -> Call:
         return call
 
-    def _is_plan(plan: reduction.Plan) -> Plan:
+    def _is_plan(plan: reduction.ReducePlan) -> ReducePlan:
         return plan
 
-    def _is_managed(each: whole.Managed) -> _Managed:
+    def _is_managed(each: whole.NamedParam) -> _NamedParam:
         return each

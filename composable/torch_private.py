@@ -383,7 +383,7 @@ def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
     return list(map(getattr, tensors, repeat("_local_tensor"), tensors))
 
 
-# Placements that cut a dimension. transformers spreads weights that hold several ("packed", as the
+# Placements that cut a dimension. transformers cuts weights that hold several ("packed", as the
 # gate and the up projection of experts) by the second one, and torch has no public name for it.
 SHARDS: Final = (Shard, _StridedShard)
 

@@ -21,13 +21,13 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composable.api.mesh import Spread
+from composable.api.mesh import MeshPlan
 from composable.checked import Takes
 from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
 from composable.errors import AnnotationError, MeshError, kind_of, what_is_there
-from composable.features.spread import spread_of
+from composable.features.dtensor_form import mesh_and_placements
 from composable.memory.streams import has_streams
 from composable.policies.base import by_all_names
 
@@ -213,12 +213,12 @@ def ranks_after_forward(value: bool | int | None) -> int | None:
     return None if isinstance(value, bool) else value
 
 
-def check_reshard_after_forward(spread: Spread | None, value: bool | int | None) -> None:
+def check_reshard_after_forward(plan: MeshPlan | None, value: bool | int | None) -> None:
     """Raise for a number that does not divide that of the ranks that shard together."""
     ranks = ranks_after_forward(value)
-    if spread is not None and ranks is not None and (ranks < 1 or spread.num_shards % ranks):
+    if plan is not None and ranks is not None and (ranks < 1 or plan.num_shards % ranks):
         raise MeshError(
-            f"reshard_after_forward={value}: parameters are sharded over {spread.num_shards} ranks,"
+            f"reshard_after_forward={value}: parameters are sharded over {plan.num_shards} ranks,"
             f" which {value} does not divide."
         )
 
@@ -257,7 +257,7 @@ def _largest_part(parameter: nn.Parameter) -> Sequence[int]:
     """
     shape = list(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return shape if spread_of(parameter) is None else ()
+        return shape if mesh_and_placements(parameter) is None else ()
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
         if (dim := getattr(placement, "dim", None)) is not None:
             shape[dim] = -(-shape[dim] // size)
@@ -266,7 +266,7 @@ def _largest_part(parameter: nn.Parameter) -> Sequence[int]:
 
 def placement_of(
     managed: Managed[nn.Parameter], choose: Placement | None, ranks: int
-) -> tuple[int | None, DeviceMesh | Spread | None]:
+) -> tuple[int | None, DeviceMesh | MeshPlan | None]:
     """The dimension along which a parameter is sharded, and its mesh if that is not the unit's.
 
     The dimension is None for a parameter without dimensions.
@@ -285,7 +285,7 @@ def placement_of(
     placement: Any = choose(parameter) if choose is not None else None
     if hasattr(placement, "mesh_info"):  # torch's `ShardPlacementResult`
         info, placement = placement.mesh_info, placement.placement
-        mesh = Spread(info.mesh, info.shard_mesh_dim)
+        mesh = MeshPlan(info.mesh, info.shard_mesh_dim)
     elif isinstance(placement, tuple) and len(placement) == 2:
         placement, mesh = placement
         if not isinstance(mesh, DeviceMesh):

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from composable.api.arguments import dim_without_padding, has_own_class, ranks_after_forward
-from composable.api.mesh import Spread, part_of
+from composable.api.mesh import MeshPlan, part_of
 from composable.comm import is_distributed
 from composable.comm.mesh_info import communication_device
 from composable.contract.contract import add_attribute
@@ -31,8 +31,8 @@ from composable.engine.gradients.sparse import is_sparse_lookup
 from composable.engine.params.param import ParamInfo, label_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
+from composable.features.dtensor_form import mesh_and_placements
 from composable.features.packed import is_packed, refusal_of
-from composable.features.spread import spread_of
 from composable.tensors.dtensors import describe_mesh
 from composable.tensors.protocol import cloned, has_protocol, pieces_of
 from composable.torch_private import hooks_after_accumulation, local_of
@@ -162,28 +162,28 @@ def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
             )
 
 
-def refuse_spread(verb: str, managed: Managed[nn.Parameter], over: Spread | None) -> None:
+def refuse_dtensor(verb: str, managed: Managed[nn.Parameter], over: MeshPlan | None) -> None:
     """Raise for what is no tensor-parallel parameter beside the dimensions of `over`."""
-    given = spread_of(managed.tensor)
+    given = mesh_and_placements(managed.tensor)
     if given is None:
         return
     name, parameter, (own_mesh, placements) = full_name(managed), managed.tensor, given
-    spread = f"parameter '{name}' is a DTensor already ({placements})"
+    what = f"parameter '{name}' is a DTensor already ({placements})"
     if not isinstance(parameter, DTensor):
-        spread = f"parameter '{name}' is declared as a part ({placements})"
+        what = f"parameter '{name}' is declared as a part ({placements})"
         if verb == REPLICATE:
             raise AnnotationError(
-                f"{spread}; replicate() would leave a plain tensor, and state dicts would take it"
+                f"{what}; replicate() would leave a plain tensor, and state dicts would take it"
                 " for the whole. Call fully_shard(), or make it a DTensor"
             )
     if over is None or own_mesh.get_coordinate() is None:
         raise AnnotationError(
-            f"{spread}, over {describe_mesh(own_mesh)}, of which this rank is none."
+            f"{what}, over {describe_mesh(own_mesh)}, of which this rank is none."
             " Leave it out with ignored_params"
         )
     if any(placement.is_partial() for placement in placements):
         raise AnnotationError(
-            f"{spread}; a tensor-parallel parameter is cut or Replicate over each dimension of its"
+            f"{what}; a tensor-parallel parameter is cut or Replicate over each dimension of its"
             " mesh. Redistribute it before, or leave it out with ignored_params"
         )
     beside, mesh = part_of(own_mesh, over.dims_beside(own_mesh, placements)), over.mesh
@@ -192,20 +192,20 @@ def refuse_spread(verb: str, managed: Managed[nn.Parameter], over: Spread | None
     both = [rank for rank in own if rank in ranks]
     if both != [dist.get_rank()]:
         raise AnnotationError(
-            f"{spread} over {describe_mesh(own_mesh)}, and {verb} was to spread it"
+            f"{what} over {describe_mesh(own_mesh)}, and {verb} was to distribute it"
             f" over {describe_mesh(mesh)}, which share ranks {both}. Make it a DTensor over"
             " another dimension of one mesh, as parallelize_module(model, mesh['tp'], plan) does,"
             " and pass mesh=mesh['dp']; or leave it out with ignored_params"
         )
     if isinstance(parameter, DTensor) and _half_or_all(name, local_of(parameter)):
         raise AnnotationError(
-            f"{spread}, around a {type(local_of(parameter)).__name__} that is gathered in a form of"
+            f"{what}, around a {type(local_of(parameter)).__name__} that is gathered in a form of"
             " its own; tensor-parallel parameters are gathered as they are. Leave it out with"
             " ignored_params"
         )
     if isinstance(parameter, DTensor) and not local_of(parameter).is_contiguous():
         raise AnnotationError(
-            f"{spread}, whose local tensor is not contiguous; it cannot be cut. Make it contiguous"
+            f"{what}, whose local tensor is not contiguous; it cannot be cut. Make it contiguous"
             " before distributing it"
         )
 
@@ -262,7 +262,7 @@ def _half_or_all(name: str, tensor: Tensor) -> bool:
 def refuse_unfit_extension(
     managed: Managed[nn.Parameter],
     dim: int | None,
-    over: Spread,
+    over: MeshPlan,
     settings: Mapping[str, Any],
     device: torch.device,
 ) -> None:
@@ -295,14 +295,14 @@ def refuse_unfit_extension(
         ) from None
 
 
-def refuse_spread_offload(
+def refuse_dtensor_offload(
     parameters: Sequence[Managed[nn.Parameter]], device: torch.device
 ) -> None:
     """Raise for tensor-parallel parameters that were to rest on the host, beside `device`."""
-    spread = [managed for managed in parameters if spread_of(managed.tensor) is not None]
-    if spread and device.type != "cpu":
+    found = [managed for managed in parameters if mesh_and_placements(managed.tensor) is not None]
+    if found and device.type != "cpu":
         raise AnnotationError(
-            f"parameter '{full_name(spread[0])}' is tensor parallel, and offload_policy was passed:"
+            f"parameter '{full_name(found[0])}' is tensor parallel, and offload_policy was passed:"
             f" they do not work together on {device.type}. Leave offload_policy out, or annotate"
             " the modules with tensor-parallel parameters apart, without it"
         )

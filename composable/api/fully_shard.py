@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from composable.api.arguments import MixedPrecision, Offload, Placement
-from composable.api.mesh import Mesh, MeshDims, spread_of_dims
+from composable.api.mesh import Mesh, MeshDims, mesh_plan_of_dims
 from composable.api.selection import Ignored
 from composable.api.units import annotate
 from composable.checked import NonNegativeInt
@@ -144,7 +144,7 @@ def fully_shard(
     After Zhao et al., "PyTorch FSDP" (VLDB 2023), and Rajbhandari et al., "ZeRO" (SC 2020).
     """
     if dp_mesh_dims is not None:
-        mesh = spread_of_dims("fully_shard", mesh, dp_mesh_dims)
+        mesh = mesh_plan_of_dims("fully_shard", mesh, dp_mesh_dims)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,

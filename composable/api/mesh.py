@@ -40,7 +40,7 @@ _ROLES: Final = ("replicate", "shard")
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class MeshPlan:
     """A mesh, and the dimension that parameters are sharded over. Along the other one, if there is
     one, shards are the same.
 
@@ -95,7 +95,7 @@ class MeshDims(Protocol):
 
 Mesh = (
     DeviceMesh
-    | Spread
+    | MeshPlan
     | dist.ProcessGroup
     | tuple[dist.ProcessGroup, dist.ProcessGroup]
     | Literal["hybrid"]
@@ -182,9 +182,9 @@ def _once(key: dist.ProcessGroup, name: str, make: Callable[[], DeviceMesh]) -> 
     return mesh
 
 
-def spread_over(
+def mesh_plan_for(
     verb: str, given: Mesh, modules: Sequence[nn.Module], device_type: str | None = None
-) -> Spread | None:
+) -> MeshPlan | None:
     """The mesh that an argument stands for; None in a single process without a process group.
 
     All ranks call it together: what a process group does not say, they ask each other.
@@ -195,7 +195,7 @@ def spread_over(
     """
     if given is None:
         if is_distributed():
-            return spread_over(verb, world_group(), modules, device_type)
+            return mesh_plan_for(verb, world_group(), modules, device_type)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise MeshError(
                 f"{verb}: WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group. "
@@ -204,17 +204,17 @@ def spread_over(
         return None
     if isinstance(given, dist.ProcessGroup):
         group, kind = given, device_type or _device_type(verb, modules, given)
-        return Spread(_once(group, kind, lambda: DeviceMesh.from_group(group, kind)))
+        return MeshPlan(_once(group, kind, lambda: DeviceMesh.from_group(group, kind)))
     if verb == SHARD and device_type is None and isinstance(given, tuple) and len(given) == 2:
         for each in given:
             if not isinstance(each, dist.ProcessGroup):
                 raise _not_a_mesh(verb, each)
         kind = _device_type(verb, modules, given[0])
-        return Spread(_mesh_of_pair(verb, kind, *given), shard_dim=1)
+        return MeshPlan(_mesh_of_pair(verb, kind, *given), shard_dim=1)
     if verb == SHARD and isinstance(given, str) and given == "hybrid":
-        return Spread(_mesh_of_hosts(verb, modules, device_type), shard_dim=1)
+        return MeshPlan(_mesh_of_hosts(verb, modules, device_type), shard_dim=1)
     shard_dim, named = None, None
-    if isinstance(given, Spread):
+    if isinstance(given, MeshPlan):
         shard_dim, named, given = given.shard_dim, given.named, given.mesh
     if not isinstance(given, DeviceMesh):
         raise _not_a_mesh(verb, given)
@@ -233,19 +233,19 @@ def spread_over(
         raise MeshError(f"{verb}: this rank is not part of the mesh {given.mesh.tolist()}.")
     if shard_dim is None:
         shard_dim = 0 if given.ndim == 1 else _shard_dim(verb, given)
-    spread = Spread(given, shard_dim, named)
+    plan = MeshPlan(given, shard_dim, named)
     # Process groups sort their ranks: shard i would be one rank's for collectives and another's for
     # `DTensor`.
-    if verb == SHARD and not spread.rows.equal(spread.rows.sort(-1).values):
+    if verb == SHARD and not plan.rows.equal(plan.rows.sort(-1).values):
         raise MeshError(
             f"{verb}: the mesh {given.mesh.tolist()} does not list its ranks in ascending order"
-            f" along dimension {spread.shard_dim}, which is sharded over, as process groups do."
-            f" Make it by init_device_mesh, or of mesh.mesh.sort({spread.shard_dim}).values."
+            f" along dimension {plan.shard_dim}, which is sharded over, as process groups do."
+            f" Make it by init_device_mesh, or of mesh.mesh.sort({plan.shard_dim}).values."
         )
-    return spread
+    return plan
 
 
-def spread_of_dims(verb: str, mesh: Mesh, dims: Any) -> Spread:
+def mesh_plan_of_dims(verb: str, mesh: Mesh, dims: Any) -> MeshPlan:
     """The dimensions of `mesh` that torch's `DataParallelMeshDims` names, several of one role
     flattened.
 
@@ -285,10 +285,10 @@ def spread_of_dims(verb: str, mesh: Mesh, dims: Any) -> Spread:
     every = mesh.mesh_dim_names
     indices = tuple(every.index(name) for names in named.values() for name in names)
     if len(found) == 1:
-        return Spread(found[needed], named=(mesh, indices))
+        return MeshPlan(found[needed], named=(mesh, indices))
     shard, replicate = found["shard"], found["replicate"]
-    both = joint_mesh(verb, replicate, Spread(shard), _CPU)
-    return Spread(both, shard_dim=1, named=(mesh, indices))
+    both = joint_mesh(verb, replicate, MeshPlan(shard), _CPU)
+    return MeshPlan(both, shard_dim=1, named=(mesh, indices))
 
 
 def _refuse_different_dims(verb: str, mesh: DeviceMesh, named: dict[str, tuple[str, ...]]) -> None:
@@ -359,7 +359,7 @@ def _mesh_of_pair(
         f" ranks {shards.mesh.tolist()}, and ranks {replicas.mesh.tolist()} are to hold the same"
         " shards. Give every rank its group of each of the two dimensions of one mesh."
     )
-    return joint_mesh(verb, replicas, Spread(shards), _CPU, refusal)
+    return joint_mesh(verb, replicas, MeshPlan(shards), _CPU, refusal)
 
 
 def comms_along(mesh: DeviceMesh, device: torch.device) -> list[Comm]:
@@ -376,18 +376,18 @@ def part_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh | None:
 
 
 def joint_mesh(
-    verb: str, own: DeviceMesh, spread: Spread, device: torch.device, refusal: str = ""
+    verb: str, own: DeviceMesh, plan: MeshPlan, device: torch.device, refusal: str = ""
 ) -> DeviceMesh:
-    """The mesh of the dimensions of `own`, and then those of `spread`, such as that of a parameter
-    which is spread over `own` already. No process group is made. All ranks of both call it
+    """The mesh of the dimensions of `own`, and then those of `plan`, such as that of a parameter
+    that is distributed over `own` already. No process group is made. All ranks of both call it
     together.
     """
-    mesh, at = spread.mesh, communication_device(spread.mesh, device)
+    mesh, at = plan.mesh, communication_device(plan.mesh, device)
     launch, ranks = Launch(f"ranks of the mesh of {verb}()"), mesh.mesh.flatten().tolist()
-    # A rank knows the ranks of its own meshes only; those along `spread` know others'. In a grid
+    # A rank knows the ranks of its own meshes only; those along `plan` know others'. In a grid
     # all have the same distances to them, so that a simulated comm can answer for the others.
     distances = (own.mesh - dist.get_rank()).tolist()
-    gathered = spread.comm_of_all(device).all_gather_objects(distances, launch)
+    gathered = plan.comm_of_all(device).all_gather_objects(distances, launch)
     known = {
         rank: (torch.tensor(each, device="cpu") + rank).tolist()
         for rank, each in zip(sorted(ranks), gathered, strict=True)
@@ -455,22 +455,24 @@ def _shard_dim(verb: str, mesh: DeviceMesh) -> int:
     return said.index("shard")
 
 
-def own_spread(verb: str, name: str, given: DeviceMesh | Spread, spread: Spread) -> Spread | None:
+def own_mesh_plan(
+    verb: str, name: str, given: DeviceMesh | MeshPlan, plan: MeshPlan
+) -> MeshPlan | None:
     """The mesh that `shard_placement_fn` returned for a parameter; None if it is the unit's.
 
     All of its ranks must run the unit: it is a slice of the same mesh, or has ranks of the unit's.
     """
-    own = spread_over(verb, given, ())
+    own = mesh_plan_for(verb, given, ())
     assert own is not None, "a mesh was given"
-    if own == spread:
+    if own == plan:
         return None
-    ranks = set(spread.mesh.mesh.flatten().tolist())
-    if root_of(own.mesh) != root_of(spread.mesh) and not ranks.issuperset(
+    ranks = set(plan.mesh.mesh.flatten().tolist())
+    if root_of(own.mesh) != root_of(plan.mesh) and not ranks.issuperset(
         own.mesh.mesh.flatten().tolist()
     ):
         raise MeshError(
             f"{verb}: shard_placement_fn gave '{name}' the mesh {own.mesh.mesh.tolist()}, which is"
-            f" no part of the mesh that {spread.mesh.mesh.tolist()} was taken of. Take both of one"
+            f" no part of the mesh that {plan.mesh.mesh.tolist()} was taken of. Take both of one"
             " mesh, which all ranks that run the module are in"
         )
     return own

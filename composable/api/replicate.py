@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch.distributed import fsdp
 
 from composable.api.arguments import MixedPrecision
-from composable.api.mesh import Mesh, MeshDims, spread_of_dims
+from composable.api.mesh import Mesh, MeshDims, mesh_plan_of_dims
 from composable.api.selection import Ignored
 from composable.api.units import annotate
 from composable.checked import PositiveFloat
@@ -125,7 +125,7 @@ def replicate(
             " device; leave it out, or shard with fully_shard(offload_policy=)"
         )
     if dp_mesh_dims is not None:
-        mesh = spread_of_dims("replicate", mesh, dp_mesh_dims)
+        mesh = mesh_plan_of_dims("replicate", mesh, dp_mesh_dims)
     options: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy}
     options |= {"gradient_as_bucket_view": gradient_as_bucket_view}
     options |= {"broadcast_buffers": broadcast_buffers, "grad_reduce": grad_reduce}

@@ -53,7 +53,7 @@ def units_in(
             f"{verb}: no {kind} module in this {type(module).__name__}; call {calls} first"
         )
     for unit in units:
-        unit.refuse_asleep(verb)
+        unit.refuse_offloaded(verb)
     return units
 
 

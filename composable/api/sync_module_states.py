@@ -28,7 +28,7 @@ from composable.config import SYNC_MODES
 from composable.contract.tree import Managed
 from composable.engine.params.param import copy_attributes
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
-from composable.features.spread import spread_of
+from composable.features.dtensor_form import mesh_and_placements
 from composable.memory.digests import digests_as_ints
 from composable.tensors.protocol import plain_parts
 
@@ -79,9 +79,9 @@ def _describe(entry: Managed[Tensor]) -> str:
     frozen = ", frozen" if _kind(entry) == "parameter" and not entry.tensor.requires_grad else ""
     others = [repr(place.fqn) for place in entry.places[1:]]
     tied = f", tied to {', '.join(others)}" if others else ""
-    found = spread_of(entry.tensor)
-    spread = "" if found is None else f", {found[1]} over a {tuple(found[0].shape)} mesh"
-    return f"'{entry.fqn}' {tuple(entry.tensor.shape)} {dtype}{frozen}{tied}{spread}"
+    found = mesh_and_placements(entry.tensor)
+    placed = "" if found is None else f", {found[1]} over a {tuple(found[0].shape)} mesh"
+    return f"'{entry.fqn}' {tuple(entry.tensor.shape)} {dtype}{frozen}{tied}{placed}"
 
 
 # What ranks may differ in, in the order in which it is compared, and what to do about it.

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.api.mesh import Spread, comms_along, joint_mesh, part_of
+from composable.api.mesh import MeshPlan, comms_along, joint_mesh, part_of
 from composable.api.selection import Ignored, ids_of_ignored
 from composable.checked import checked
 from composable.comm import Comm
@@ -19,34 +19,42 @@ from composable.comm.launch import Launch
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.form import ParamForm
 from composable.errors import AnnotationError, RanksDisagreeError, first_line, with_article
+from composable.features.dtensor_form import (
+    PART,
+    DTensorForm,
+    PartForm,
+    mesh_and_placements,
+    meta_like,
+)
 from composable.features.packed import form_of
-from composable.features.spread import PART, PartForm, SpreadForm, spread_like, spread_of
 from composable.tensors.dtensors import describe_mesh
 
 
 @contextmanager
-def told_across(
+def failures_shared_across(
     verb: str,
     modules: Sequence[nn.Module],
     ignored_params: Ignored,
     device: torch.device,
 ) -> Iterator[None]:
-    """Around what the ranks of a unit agree on: a failure here is told across parameters' meshes.
+    """Around what the ranks of a unit agree on: a failure here is shared across parameters' meshes.
 
     It fails on all ranks over which parameters are tensor parallel, too.
     """
     ignored: Mapping[int, None] = {}
     with suppress(Exception):  # of which the validation tells
         ignored = ids_of_ignored(modules, ignored_params)
-    spread = [spread_of(each.tensor) for each in managed_parameters(modules, ignored=ignored)]
-    meshes = dict.fromkeys(found[0] for found in spread if found is not None)
+    found = [
+        mesh_and_placements(each.tensor) for each in managed_parameters(modules, ignored=ignored)
+    ]
+    meshes = dict.fromkeys(each[0] for each in found if each is not None)
     comms = [comm for mesh in meshes for comm in comms_along(mesh, device)]
-    with told_to(verb, comms, "tensor-parallel rank"):
+    with failures_shared_with(verb, comms, "tensor-parallel rank"):
         yield
 
 
 @contextmanager
-def told_to(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
+def failures_shared_with(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
     """Around what all ranks of `comms` do: a failure here is raised on all of them."""
     launch = Launch(f"agreement of {verb}() with each other {whom}")
     try:
@@ -68,40 +76,40 @@ def told_to(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
 def forms_of(
     verb: str,
     parameters: Sequence[Managed[nn.Parameter]],
-    spreads: Sequence[Spread | None],
+    mesh_plans: Sequence[MeshPlan | None],
     device: torch.device,
 ) -> list[ParamForm]:
-    """Find what parameters are: plain, or spread over a mesh of their own and that of `spreads`.
+    """Find what parameters are: plain, or distributed over a mesh of their own and that of a plan.
 
     All parameters of one pair of meshes share one joint mesh.
     """
-    joints: dict[tuple[DeviceMesh | None, Spread], DeviceMesh] = {}
+    joints: dict[tuple[DeviceMesh | None, MeshPlan], DeviceMesh] = {}
     found: list[ParamForm] = []
-    for managed, spread in zip(parameters, spreads, strict=True):
-        tensor, given = managed.tensor, spread_of(managed.tensor)
-        if given is None or spread is None:
+    for managed, plan in zip(parameters, mesh_plans, strict=True):
+        tensor, given = managed.tensor, mesh_and_placements(managed.tensor)
+        if given is None or plan is None:
             found.append(form_of(tensor))
             continue
         mesh, placements = given
-        dims = spread.dims_beside(mesh, placements)
+        dims = plan.dims_beside(mesh, placements)
         own = part_of(mesh, dims)
         if own is None:
-            joints[own, spread] = spread.mesh
-        elif (own, spread) not in joints:
-            joints[own, spread] = joint_mesh(verb, own, spread, device)
+            joints[own, plan] = plan.mesh
+        elif (own, plan) not in joints:
+            joints[own, plan] = joint_mesh(verb, own, plan, device)
             _refuse_different_placements(verb, own, parameters, device)
         plain = not isinstance(tensor, DTensor)
         shape = _whole_shape(verb, managed, device) if plain else tensor.shape
-        kind = PartForm if plain else SpreadForm
-        found.append(kind(spread_like(tensor, shape), joints[own, spread], dims))
+        kind = PartForm if plain else DTensorForm
+        found.append(kind(meta_like(tensor, shape), joints[own, plan], dims))
     return found
 
 
 def _refuse_different_placements(
     verb: str, mesh: DeviceMesh, parameters: Sequence[Managed[nn.Parameter]], device: torch.device
 ) -> None:
-    """Raise if the ranks of `mesh` spread a parameter over it in different ways."""
-    mine = [(each.fqn, str(spread_of(each.tensor))) for each in parameters]
+    """Raise if the ranks of `mesh` have distributed a parameter over it in different ways."""
+    mine = [(each.fqn, str(mesh_and_placements(each.tensor))) for each in parameters]
     launch = Launch(f"placements of parameters of {verb}()")
     for comm in comms_along(mesh, device):
         gathered = comm.all_gather_objects(mine, launch)
@@ -111,7 +119,7 @@ def _refuse_different_placements(
                     raise RanksDisagreeError(
                         f"{verb}: of the ranks over which parameters are tensor parallel, rank 0"
                         f" has '{first[0]}' with {first[1]} and rank {rank} has '{second[0]}' with"
-                        f" {second[1]}. Spread parameters alike on every rank"
+                        f" {second[1]}. Distribute parameters alike on every rank"
                     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from composable.api import arguments, checks
 from composable.api.accumulation import no_sync
-from composable.api.mesh import Spread, device_of, own_spread, spread_over
+from composable.api.mesh import MeshPlan, device_of, mesh_plan_for, own_mesh_plan
 from composable.api.selection import (
     Ignored,
     by_unit,
@@ -34,7 +34,7 @@ from composable.api.sync_module_states import (
     refuse_unknown_mode,
     synchronise,
 )
-from composable.api.tensor_parallel import forms_of, told_across, told_to
+from composable.api.tensor_parallel import failures_shared_across, failures_shared_with, forms_of
 from composable.checked import check_arguments
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.comm.mesh_info import communication_device
@@ -80,7 +80,7 @@ class ParamPlan(NamedTuple):
     """
 
     managed: Managed[nn.Parameter]
-    own: Spread | None
+    own: MeshPlan | None
     info: ParamInfo
 
 
@@ -91,7 +91,7 @@ class UnitPlan:
     Attributes:
         top: the modules that the user annotated.
         options: the keyword arguments of its own call of the verb.
-        spread: its mesh; None in a single process without a process group.
+        mesh_plan: its mesh; None in a single process without a process group.
         device: of the parameters now, or once they leave the meta device.
         settings: the fields of its `UnitSpec` that do not depend on what is attached first.
     """
@@ -101,7 +101,7 @@ class UnitPlan:
     options: Mapping[str, Any]
     params: list[ParamPlan]
     precision: MixedPrecisionPolicy
-    spread: Spread | None
+    mesh_plan: MeshPlan | None
     device: torch.device
     settings: dict[str, Any]
 
@@ -148,35 +148,35 @@ def annotate(
         return
     if isinstance(ignored_params, Iterator):  # it is read twice
         ignored_params = list(ignored_params)
-    spread = spread_over(name, options["mesh"], modules)
+    mesh_plan = mesh_plan_for(name, options["mesh"], modules)
     device = device_of(modules)
-    comm = comm_of(None, device) if spread is None else spread.comm_of_all(device)
-    with told_across(name, modules, ignored_params, comm.device):
+    comm = comm_of(None, device) if mesh_plan is None else mesh_plan.comm_of_all(device)
+    with failures_shared_across(name, modules, ignored_params, comm.device):
         with failures_shared(name, comm):
             refuse_unknown_mode(sync_module_states)
             check_arguments(verb, {**options, "ignored_params": ignored_params})
-            plans, tied = _planned_units(verb, modules, policy, ignored_params, spread, options)
+            plans, tied = _planned_units(verb, modules, policy, ignored_params, mesh_plan, options)
             params = [each for plan in plans for each in plan.params]
             parameters = [each.managed for each in params]
             ignored = ids_of_ignored(modules, ignored_params)
             buffers = managed_buffers(modules, ignored=ignored)
             names = names_below(modules[0])
             treatment = [text for plan in plans for text in _treatment(name, plan, names)]
-        apart: dict[Spread, list[Managed[nn.Parameter]]] = {}  # on meshes of their own
+        apart: dict[MeshPlan, list[Managed[nn.Parameter]]] = {}  # on meshes of their own
         for each in params:
             if each.own is not None:
                 apart.setdefault(each.own, []).append(each.managed)
         left_out = {id(managed.tensor) for members in apart.values() for managed in members}
         synchronise(name, comm, sync_module_states, parameters, buffers, treatment, left_out)
-        with told_to(name, [comm] if apart else [], "rank of the module"):
+        with failures_shared_with(name, [comm] if apart else [], "rank of the module"):
             for own, members in apart.items():
                 over = own.comm_of_all(device)
                 # ranks that agree on the arguments may be others
                 synchronise(name, over, sync_module_states, members, [], [""] * len(members))
     for plan in plans:
         _note_meshes(name, plan)
-    if spread is not None:
-        checks.warn_of_one_rank(name, modules[0], spread.mesh, parameters)
+    if mesh_plan is not None:
+        checks.warn_of_one_rank(name, modules[0], mesh_plan.mesh, parameters)
         if name == SHARD:
             checks.warn_of_gradients(parameters)
     for plan in reversed(plans[1:]):  # the innermost first
@@ -201,7 +201,7 @@ def _planned_units(
     modules: tuple[nn.Module, ...],
     policy: PolicyLike | None,
     ignored_params: Ignored,
-    spread: Spread | None,
+    mesh_plan: MeshPlan | None,
     options: dict[str, Any],
 ) -> tuple[list[UnitPlan], list[tuple[Unit, Managed[nn.Parameter]]]]:
     """The plans of the annotated modules and of each one that the policy picks, in order; and what
@@ -222,7 +222,7 @@ def _planned_units(
     ignored |= {id(p): None for module in replicated for p in module.parameters(False)}
     picked = {module: own for module, own in picked.items() if module not in replicated}
     managed = managed_parameters(modules, ignored=ignored)
-    mesh = None if spread is None else spread.mesh
+    mesh = None if mesh_plan is None else mesh_plan.mesh
     tied = checks.tied_to_replicated(verb, modules, managed, mesh)
     left_out = {id(each.tensor) for _, each in tied}
     managed = [each for each in managed if id(each.tensor) not in left_out]
@@ -240,10 +240,10 @@ def _planned_units(
     # asked once per parameter.
     plans = []
     for (unit, own), share, followed in reversed([*zip(units, shares, buffers, strict=True)]):
-        over = spread
+        over = mesh_plan
         if own["mesh"] is not options["mesh"]:
-            kind = None if spread is None else spread.mesh.device_type
-            over = spread_over(verb, own["mesh"], unit, kind)
+            kind = None if mesh_plan is None else mesh_plan.mesh.device_type
+            over = mesh_plan_for(verb, own["mesh"], unit, kind)
         plans.append(_plan(verb, modules, unit, own, over, share, followed, ignored))
     return plans[::-1], tied
 
@@ -253,7 +253,7 @@ def _plan(
     top: tuple[nn.Module, ...],
     modules: tuple[nn.Module, ...],
     options: dict[str, Any],
-    spread: Spread | None,
+    mesh_plan: MeshPlan | None,
     share: list[Managed[nn.Parameter]],
     buffers: list[Managed[Tensor]],
     ignored: Mapping[int, None],
@@ -263,36 +263,36 @@ def _plan(
     settings: dict[str, Any] = {"divisor": divisor_of(verb, options["grad_reduce"])}
     if verb == SHARD:
         settings["reshard_after_forward"] = after = options["reshard_after_forward"]
-        arguments.check_reshard_after_forward(spread, after)
+        arguments.check_reshard_after_forward(mesh_plan, after)
         settings["prefetch"] = options["prefetch"]
         offload = arguments.offload_policy_of(
-            verb, options["offload_policy"], device if spread is None else None
+            verb, options["offload_policy"], device if mesh_plan is None else None
         )
         # plain parameters that rest on the device: one `ShardedGroup`
         settings["grouping"] = GroupingByForm(precision, offload)
-        if offload is not None and spread is not None:
-            checks.refuse_spread_offload(share, communication_device(spread.mesh, device))
+        if offload is not None and mesh_plan is not None:
+            checks.refuse_dtensor_offload(share, communication_device(mesh_plan.mesh, device))
     else:
         settings["bucket_bytes"] = arguments.bucket_bytes_of(options["bucket_cap_mb"])
         settings["keeps_buckets"] = options["gradient_as_bucket_view"]
-        if spread is not None:
+        if mesh_plan is not None:
             arguments.refuse_elsewhere(
-                verb, [*share, *buffers], communication_device(spread.mesh, device)
+                verb, [*share, *buffers], communication_device(mesh_plan.mesh, device)
             )
         followed = buffers if options["broadcast_buffers"] else []
         settings["broadcast_buffers"] = tuple(place for each in followed for place in each.places)
     exact, params = arguments.ids_of_exact(modules, precision), []
-    ranks = 1 if spread is None else spread.num_shards
+    ranks = 1 if mesh_plan is None else mesh_plan.num_shards
     for managed in share:
         dim = own = None
         if verb == SHARD:
             dim, given = arguments.placement_of(managed, options["shard_placement_fn"], ranks)
-            if given is not None and spread is not None:
-                own = own_spread(verb, managed.fqn, given, spread)
+            if given is not None and mesh_plan is not None:
+                own = own_mesh_plan(verb, managed.fqn, given, mesh_plan)
                 arguments.check_reshard_after_forward(own, after)
-            if (over := own or spread) is not None:
+            if (over := own or mesh_plan) is not None:
                 checks.refuse_unfit_extension(managed, dim, over, settings, device)
-        checks.refuse_spread(verb, managed, own or spread)
+        checks.refuse_dtensor(verb, managed, own or mesh_plan)
         is_exact = is_packed(managed.tensor) or all(
             id(place.module) in exact for place in managed.places
         )
@@ -302,7 +302,7 @@ def _plan(
     settings["left_alone"] = tuple(
         place for each in modules for place, p in registered_parameters(each) if id(p) in ignored
     )
-    return UnitPlan(modules, top, options, params, precision, spread, device, settings)
+    return UnitPlan(modules, top, options, params, precision, mesh_plan, device, settings)
 
 
 _OF_BUCKETS: Final = ("bucket_cap_mb", "broadcast_buffers")
@@ -324,8 +324,8 @@ def _treatment(verb: str, plan: UnitPlan, names: Mapping[int, str]) -> list[str]
     else:
         name = unit_name(names.get(id(plan.modules[0]), ""))
         start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}"
-        if plan.options["mesh"] is not None and plan.spread is not None:
-            start += f", over ranks {plan.spread.rows.tolist()}"
+        if plan.options["mesh"] is not None and plan.mesh_plan is not None:
+            start += f", over ranks {plan.mesh_plan.rows.tolist()}"
         if settings["grouping"].on_host:
             rest.append("offloaded")
         if settings["prefetch"] != 1:
@@ -352,8 +352,8 @@ def _note_meshes(verb: str, plan: UnitPlan) -> None:
         own: None if own is None else _mesh_info(verb, plan, own)
         for own in dict.fromkeys(each.own for each in plan.params)
     }
-    spreads = [each.own or plan.spread for each in plan.params]
-    forms = forms_of(verb, [each.managed for each in plan.params], spreads, plan.device)
+    mesh_plans = [each.own or plan.mesh_plan for each in plan.params]
+    forms = forms_of(verb, [each.managed for each in plan.params], mesh_plans, plan.device)
     plan.settings["params"] = tuple(
         replace(each.info, form=form, mesh_info=infos[each.own])
         for each, form in zip(plan.params, forms, strict=True)
@@ -364,7 +364,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     """Hand the parameters to the engine, and let it run around the forwards of the modules."""
     name, unit = verb.__name__, verb.state(plan.modules[0])
     assert unit is not None, "the verb is running"
-    mesh_info = _mesh_info(name, plan, plan.spread)
+    mesh_info = _mesh_info(name, plan, plan.mesh_plan)
     spec = UnitSpec(
         verb=name,
         modules=plan.modules,
@@ -393,7 +393,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     if mesh_info.mesh is not None:
         for top in plan.modules:
             for _, module in walk(top, stop=(SHARD, REPLICATE)):
-                add_attribute(module, _MANAGED, _Gathers(unit))
+                add_attribute(module, _MANAGED, _GathersFlag(unit))
         if name == SHARD:
             arguments.move_buffers(plan.modules, mesh_info.device)
     visit = Visit(unit)
@@ -408,7 +408,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     return unit
 
 
-class _Gathers:
+class _GathersFlag:
     """True if all ranks must call a module equally often; see `_MANAGED`. Not inside of
     `keep_unsharded`: nothing is gathered.
 
@@ -425,23 +425,25 @@ class _Gathers:
             return False
         return unit.kind in (UnitKind.SHARDED, UnitKind.BESIDE)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Gathers | bool:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GathersFlag | bool:
         unit = self._unit()
-        return False if unit is None else _Gathers(copy.deepcopy(unit, memo))
+        return False if unit is None else _GathersFlag(copy.deepcopy(unit, memo))
 
     def __reduce__(self) -> tuple[type[bool], tuple[()]]:
         return bool, ()
 
 
-def _mesh_info(verb: str, plan: UnitPlan, spread: Spread | None) -> MeshInfo:
+def _mesh_info(verb: str, plan: UnitPlan, mesh_plan: MeshPlan | None) -> MeshInfo:
     """The communicators of the unit, or of some of its parameters.
 
     May create process groups: all ranks of the mesh call it together.
     """
-    if spread is None:
+    if mesh_plan is None:
         return mesh_info_of_replicas(None, plan.device)
-    mesh, device = spread.mesh, communication_device(spread.mesh, plan.device)
+    mesh, device = mesh_plan.mesh, communication_device(mesh_plan.mesh, plan.device)
     if verb == REPLICATE:
         return mesh_info_of_replicas(mesh, device)
     ranks = arguments.ranks_after_forward(plan.settings["reshard_after_forward"])
-    return mesh_info_of_shards(mesh, device, shard_dim=spread.shard_dim, post_forward_ranks=ranks)
+    return mesh_info_of_shards(
+        mesh, device, shard_dim=mesh_plan.shard_dim, post_forward_ranks=ranks
+    )

@@ -27,8 +27,8 @@ class Launch:
     Args:
         text: the name of the collective in errors, traces and the ledger, e.g. "all-gather of unit
             'layers.3'". Two launches may have the same.
-        sender: the `ParamGroup` of a `GATHER`, the `Plan` of both `REDUCE`s, the `ManagedParam` of
-            a `GATHER_SPARSE`; None for others.
+        sender: the `ParamGroup` of a `GATHER`, the `ReducePlan` of both `REDUCE`s, the
+            `ManagedParam` of a `GATHER_SPARSE`; None for others.
         unit: the name of the unit that it belongs to, if there is one.
     """
 

@@ -250,7 +250,7 @@ def _is_gone(process: int) -> bool:
         return True
     except OSError:
         return False
-    with suppress(OSError):  # one that has ended stays until its parent has heard of it
+    with suppress(OSError):  # one that has ended stays until its parent has waited for it
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     return False
 

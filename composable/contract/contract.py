@@ -190,15 +190,15 @@ class Annotation:
         Annotation.__init__(self, *state, copied=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Annotation:
-        twin = memo[id(self)] = Annotation(*self.__getstate__(), copied=True)
-        twin.before_removal = self.before_removal
-        twin.state = copy.deepcopy(self.state, memo)
-        twin.modules = copy.deepcopy(self.modules, memo)
-        twin.nested = copy.deepcopy(self.nested, memo)
+        duplicate = memo[id(self)] = Annotation(*self.__getstate__(), copied=True)
+        duplicate.before_removal = self.before_removal
+        duplicate.state = copy.deepcopy(self.state, memo)
+        duplicate.modules = copy.deepcopy(self.modules, memo)
+        duplicate.nested = copy.deepcopy(self.nested, memo)
         if all(map(_is_copied_whole, self.callbacks)):
-            twin.callbacks = copy.deepcopy(self.callbacks, memo)
-            twin.copied = self.copied or any(record.copied for _, record in twin.nested)
-        return twin
+            duplicate.callbacks = copy.deepcopy(self.callbacks, memo)
+            duplicate.copied = self.copied or any(record.copied for _, record in duplicate.nested)
+        return duplicate
 
 
 def _is_copied_whole(callback: Callable[[], object]) -> bool:
@@ -462,8 +462,8 @@ def contract(
             given = arguments.pop(next(iter(signature.parameters)))
             target = unwrapped(given)
             modules = modules_of(name, target)
-            spreads = arguments.get(only_submodules_with or "") is not None
-            annotated = () if spreads else modules
+            by_policy = arguments.get(only_submodules_with or "") is not None
+            annotated = () if by_policy else modules
             for module in annotated:
                 _admit(name, module, reasons)
             outer = _running.get()

@@ -133,26 +133,26 @@ def _map_container(
     if all(map(is_, new, old)) and all(map(is_, after.values(), before.values())):
         return value
 
-    twin: Any
+    duplicate: Any
     if hasattr(kind, "n_sequence_fields"):
         # torch.return_types are struct sequences, which only their own constructor can build
-        twin = kind(new)
+        duplicate = kind(new)
     elif base in (tuple, frozenset):
-        twin = base.__new__(kind, new)
+        duplicate = base.__new__(kind, new)
     else:
-        twin = base.__new__(kind)
+        duplicate = base.__new__(kind)
         if isinstance(value, dict):
             if isinstance(value, defaultdict):
-                twin.default_factory = value.default_factory
+                duplicate.default_factory = value.default_factory
             for key, item in zip(base.keys(value), new, strict=True):
-                base.__setitem__(twin, key, item)
+                base.__setitem__(duplicate, key, item)
         elif isinstance(value, deque):
-            deque.__init__(twin, new, value.maxlen)
+            deque.__init__(duplicate, new, value.maxlen)
         elif base is not object:
-            base.__init__(twin, new)
+            base.__init__(duplicate, new)
     for name, item in after.items():
-        object.__setattr__(twin, name, item)  # the class may be a frozen dataclass
-    return twin
+        object.__setattr__(duplicate, name, item)  # the class may be a frozen dataclass
+    return duplicate
 
 
 def _base_of(value: Any) -> Any:

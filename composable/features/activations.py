@@ -233,7 +233,7 @@ def _without_memory(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-class _Kept:
+class _KeptTensor:
     """A saved tensor that stays on the device. `_alias` shares its version counter."""
 
     __slots__ = ("_alias", "_version", "_where")
@@ -260,7 +260,7 @@ class _Kept:
             )
 
 
-class _Offloaded(_Kept):
+class _Offloaded(_KeptTensor):
     """A saved tensor whose contents are on the host, or on their way there."""
 
     __slots__ = ("_copy", "_offset", "_shape", "_strides")
@@ -411,7 +411,7 @@ class OffloadBracket:
 
     def _save(
         self, storages_that_stay: Callable[[], Mapping[int, object]], tensor: Tensor
-    ) -> _Kept:
+    ) -> _KeptTensor:
         copies = copies_of(tensor.device)
         if copies is not None and _is_plain(tensor) and tensor.numel():
             extent, storage = _extent(tensor), tensor.untyped_storage()
@@ -426,7 +426,7 @@ class OffloadBracket:
                 start, stop = _stretch_around(tensor, extent)
                 copy = copies.copy_of(tensor, start, stop, pin_memory=self.pin_memory)
                 return _Offloaded(tensor, self.name, copy, start)
-        return _Kept(tensor, self.name)
+        return _KeptTensor(tensor, self.name)
 
 
 def close_interrupted() -> None:

@@ -14,7 +14,7 @@ as it is filled (MXFP8 weights; pytorch/pytorch#194114):
 | | |
 |---|---|
 | at rest | a `DTensor(Shard(0))` around a local tensor with the protocol, cut by `torch.chunk` |
-| message | bytes; one row per rank, with room for each tensor of each parameter |
+| message | bytes; one row per rank, with space for each tensor of each parameter |
 | gathered | an `ElasticBuffer` per tensor |
 | compute | a parameter around the whole that `fsdp_post_all_gather` returned; it is made once |
 

@@ -126,9 +126,9 @@ class CommHook:
             # torch's states are copied with the default group in its place
             if hasattr(state, "process_group"):
                 state.process_group = self._state.process_group
-        twin = CommHook(self._hook, state)
-        twin._indices = dict(self._indices)  # by which the state tells buckets apart
-        return twin
+        duplicate = CommHook(self._hook, state)
+        duplicate._indices = dict(self._indices)  # by which the state tells buckets apart
+        return duplicate
 
     def replace(self, unit: UnitGradients, stages: list[HookStage]) -> None:
         """It makes these stages of the unit's reductions now, and no others."""

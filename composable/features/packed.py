@@ -76,7 +76,7 @@ class PackedForm(ParamForm):
 
 
 def form_of(parameter: nn.Parameter) -> ParamForm:
-    """The form of a parameter that is not spread over ranks."""
+    """The form of a parameter that is not distributed over ranks."""
     own = is_packed(parameter) and not isinstance(parameter, DTensor)
     return PackedForm(type(parameter)) if own else PLAIN
 

@@ -35,7 +35,7 @@ class Outcome:
             return
         self.units += len(plans)
         self.numel += sum(each.managed.tensor.numel() for plan in plans for each in plan.params)
-        shards = (1 if plan.spread is None else plan.spread.num_shards for plan in plans)
+        shards = (1 if plan.mesh_plan is None else plan.mesh_plan.num_shards for plan in plans)
         self.ranks = max(self.ranks, *shards)
         self.last = type(plans[0].modules[0]).__name__
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from composable.api import fully_shard as composables
 from composable.api.arguments import Placement
-from composable.api.mesh import Mesh, MeshDims, Spread
+from composable.api.mesh import Mesh, MeshDims, MeshPlan
 from composable.api.replicate import replicate
 from composable.api.scopes import register_forward_method
 from composable.checked import checked
@@ -92,7 +92,7 @@ def fully_shard(
             give_methods(each)
         return module
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and dp_mesh_dims is None:
-        over = Spread(mesh, shard_dim=1)  # whatever the names of its dimensions say
+        over = MeshPlan(mesh, shard_dim=1)  # whatever the names of its dimensions say
     composables.fully_shard(
         module,
         mesh=over,

@@ -88,7 +88,7 @@ def idle_bytes() -> int:
 @contextmanager
 def resizing_buffers(on_release: Callable[[], object] = int) -> Iterator[None]:
     """Buffers that are made in the body resize their storages, on a host, too, where a simulated
-    machine hears of it. They share no idle blocks.
+    machine sees it. They share no idle blocks.
 
     Args:
         on_release: is called when idle blocks return to the system.
@@ -185,7 +185,7 @@ def is_elastic(storage: torch.UntypedStorage) -> bool:
 
 
 def comes_and_goes(storage: torch.UntypedStorage) -> bool:
-    """Whether its memory does: that of an elastic buffer, or what `note_resized` was told of."""
+    """Whether its memory does: that of an elastic buffer, or what `note_resized` was given."""
     return hasattr(storage, _ELASTIC)
 
 

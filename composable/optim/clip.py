@@ -128,7 +128,7 @@ def clip_grad_norm_(
             " the gradients of the other parameters are there. Clip, or step in backward"
         )
     notify_communication("clip", parameters, limit, order, error_if_nonfinite)
-    gradients = _Gradients(parameters)
+    gradients = _LocalGradients(parameters)
     total = gradients.total_norm(order)
     if pp_group is not None:
         if pp_group in gradients.groups:
@@ -194,7 +194,7 @@ class _Part:
         return norm
 
 
-class _Gradients:
+class _LocalGradients:
     """The gradients of some parameters, in local tensors."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:

@@ -71,7 +71,7 @@ class OptimizerInBackward(Optimizer):
             hook = partial(_on_gradient, ref(self))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
             parameter.requires_grad_(trains)
-            setattr(parameter, STEPPED_BY, _Kept(self))
+            setattr(parameter, STEPPED_BY, _KeptOptimizer(self))
 
     def call_after_steps(self, call: Callable[[], object]) -> Callable[[], object]:
         """See `after_step`; returns what ends it.
@@ -169,7 +169,7 @@ class OptimizerInBackward(Optimizer):
         )
 
 
-class _Kept:
+class _KeptOptimizer:
     """The attribute of a parameter that keeps the optimizer, whether the user does or not.
 
     Its hook does not: torch keeps hooks where Python's garbage collector does not look, and both

@@ -201,7 +201,7 @@ class LocalStep:
         values = self._values()
         same = len(values) == len(self._handed) and all(map(is_, values, self._handed))
         if same and not any(isinstance(each, CONTAINERS) for each in values):
-            return  # containers are told again: what is in them may have changed
+            return  # containers are passed again: what is in them may have changed
         for parameter, local, shown in zip(
             self._parameters, self._locals, self._shown, strict=True
         ):

@@ -1,3 +1,3 @@
-"""What users can ask about an annotated model, and what errors in it are told."""
+"""What users can ask about an annotated model, and how errors in it are reported."""
 
 from composable.report import explain as explain

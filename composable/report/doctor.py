@@ -39,7 +39,7 @@ ENVIRONMENT: Final = (
 PROCESS_GROUP: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Launcher(NamedTuple):
+class LauncherEnv(NamedTuple):
     """The environment variables of one launcher; each pair is a number, and how many there are."""
 
     name: str
@@ -51,19 +51,19 @@ class Launcher(NamedTuple):
 
 # torchrun comes first: srun and PyTorchJobs start it, too.
 LAUNCHERS: Final = (
-    Launcher(
+    LauncherEnv(
         "torchrun", "TORCHELASTIC_RUN_ID", ("RANK", "WORLD_SIZE"),
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE"),
     ),
-    Launcher(
+    LauncherEnv(
         "srun", "SLURM_PROCID", ("SLURM_PROCID", "SLURM_NTASKS"),
         ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"), ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
     ),
-    Launcher(
+    LauncherEnv(
         "PyTorchJob", "PET_NNODES", ("RANK", "WORLD_SIZE"),
         ("LOCAL_RANK", "PET_NPROC_PER_NODE"), ("PET_NODE_RANK", "PET_NNODES"),
     ),
-    Launcher(
+    LauncherEnv(
         "spawn, or variables set by hand", "RANK", ("RANK", "WORLD_SIZE"),
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE"),
     ),

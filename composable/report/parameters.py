@@ -174,7 +174,7 @@ class _Described:
         return () if self.param is None else self.param.info.places
 
     @property
-    def spread(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    def mesh_and_placements(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
         """The mesh of all ranks that have a part or a copy, and the placements there."""
         own = self.at_rest if isinstance(self.at_rest, DTensor) else None
         kept: tuple[Placement, ...] = ()
@@ -205,8 +205,8 @@ def _of(unit: Unit) -> list[_Described]:
 
 def _row(each: _Described, names: Sequence[str], unit: str, parts_of: Any) -> ParameterRow:
     at_rest, group, slot = each.at_rest, each.group, each.slot
-    shape, local, spread = tuple(at_rest.shape), local_tensor(at_rest), each.spread
-    parts = () if spread is None else parts_of(*spread, shape)
+    shape, local, found = tuple(at_rest.shape), local_tensor(at_rest), each.mesh_and_placements
+    parts = () if found is None else parts_of(*found, shape)
     rank = dist.get_rank() if parts else 0
     own = next((part.slices for part in parts if rank in part.ranks), tuple((0, n) for n in shape))
     padding = 0

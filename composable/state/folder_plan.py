@@ -25,7 +25,7 @@ from composable.features.packed import is_packed
 from composable.state.folder import COMPLEX, FLOATS, INTEGERS, Files
 from composable.state.hub_names import Converted, by_transformers, ignored, is_of_transformers
 from composable.state.whole import (
-    Managed,
+    NamedParam,
     all_or_none,
     comms_of_model,
     managed_in,
@@ -72,7 +72,7 @@ def plan_folder(
 
     def look() -> None:
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-            # a variable that is not set on one rank: the others are told
+            # a variable that is not set on one rank: the others are notified
             raise UnknownArgumentError(
                 f"{verb}: folder= is the path of a folder or file of safetensors, not"
                 f" {repr(folder)[:40]}. Without a folder, materialize(model) runs initialisers"
@@ -192,8 +192,8 @@ class FolderPlan:
             try:
                 on_meta = each.convert(self._model, self.files.head)
             except Exception as error:  # a part of one, such as an expert, is missing or misshapen
-                told = f"{_said(each.targets)} cannot be made of {_said(each.names)}"
-                wrong.append(f"{told}: {first_line(error)}")
+                what = f"{_said(each.targets)} cannot be made of {_said(each.names)}"
+                wrong.append(f"{what}: {first_line(error)}")
                 continue
             for target in each.targets:
                 value = on_meta[target]
@@ -249,7 +249,7 @@ class FolderPlan:
 
     def agree(self) -> None:
         """Raise on all ranks if some have a tensor that others lack who have parts of it, too."""
-        members: dict[Comm, list[Managed]] = {}
+        members: dict[Comm, list[NamedParam]] = {}
         for each in managed_in("load", self._model):
             comms = each.param.info.form.comms(each.unit.mesh_info.device)
             for comm in dict.fromkeys((each.comm, *comms)):

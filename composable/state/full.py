@@ -186,8 +186,8 @@ def _refuse_other_values(caller: str, model: nn.Module) -> None:
         return
     seen: dict[Any, tuple[int, int]] = {}
     launch = Launch("comparison of parameters on meshes of their own")
-    for rank, told in enumerate(around.all_gather_objects(_checksums(apart), launch)):
-        for key, total in told.items():
+    for rank, sums in enumerate(around.all_gather_objects(_checksums(apart), launch)):
+        for key, total in sums.items():
             first, known = seen.setdefault(key, (rank, total))
             if total != known:
                 raise RanksDisagreeError(
@@ -319,7 +319,7 @@ def export(
     dtypes = _dtypes_of(state, dtype)
     _refuse_other_classes(tensors, dtypes)
 
-    def prepare() -> None:
+    def make_folder() -> None:
         if target.exists() and any(target.iterdir()):
             raise FileExistsError(f"export: {target} is not empty; export to a new folder")
         if writes and rank == 0:
@@ -327,7 +327,7 @@ def export(
             partial.mkdir(parents=True)
 
     shapes = str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])
-    all_or_none("export", comms, prepare, checksum(shapes))
+    all_or_none("export", comms, make_folder, checksum(shapes))
     sizes = {
         name: tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
         for name, tensor in tensors.items()
@@ -393,7 +393,7 @@ def _file_name(index: int, count: int) -> str:
 
 
 def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
-    """Spread tensors over files of about equal size, so that many ranks write at once.
+    """Distribute tensors over files of about equal size, so that many ranks write at once.
 
     A file has at least 1 GiB and at most about 5 GiB.
     """

@@ -54,7 +54,7 @@ class HostOffload:
         """
         units, self._units = self._units, []
         for unit in units:
-            unit.wake()
+            unit.restore()
         if units:
             self._move(self._back)
             self._hosted = {}
@@ -68,7 +68,7 @@ class HostOffload:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
-    def leave(self) -> None:
+    def _offload(self) -> None:
         """Copy everything to the host and free it on the device."""
         devices = dict.fromkeys(unit.mesh_info.device for unit in self._units)
         homes = {
@@ -90,7 +90,7 @@ class HostOffload:
             unit.reshard()
             # otherwise the shards are on the host already
             leaves = unit.mesh_info.device in homes and not unit.spec.grouping.on_host
-            unit.sleep(homes[unit.mesh_info.device].take_one if leaves else None)
+            unit.offload(homes[unit.mesh_info.device].take_one if leaves else None)
         self._move(to_host)
         wait_for_traffic()
         gc.collect()  # the roots that are forgotten form cycles
@@ -162,19 +162,19 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
         >>> handle = offload_to_host(model, optimizer)
         >>> handle.restore()
 
-    As the sleep and wake of verl, prime-rl and AReaL.
+    verl, prime-rl and AReaL call this "sleep" and "wake".
     """
     module = unwrapped(module)
     units = units_in("offload_to_host", module)
     for unit in units:
-        _refuse_sleep(unit)
+        _refuse_offload(unit)
     require_at_rest("offload_to_host", units)
     offload = HostOffload(module, units, optimizers)
-    offload.leave()
+    offload._offload()
     return offload
 
 
-def _refuse_sleep(unit: Unit) -> None:
+def _refuse_offload(unit: Unit) -> None:
     """Raise where a unit may not leave the device."""
     refuse_extended("offload_to_host", unit)
     if unit.shown_by or unit.gradients.has_unreduced:

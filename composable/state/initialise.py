@@ -30,7 +30,7 @@ from composable.memory.elastic import ElasticBuffer
 from composable.state.adapters import NewAdapters, tensor_at
 from composable.state.folder_plan import FolderPlan
 from composable.state.whole import (
-    Managed,
+    NamedParam,
     comms_of_model,
     follow_whole,
     managed_in,
@@ -152,7 +152,7 @@ class _Whole:
     Its memory comes and goes.
     """
 
-    def __init__(self, managed: Managed) -> None:
+    def __init__(self, managed: NamedParam) -> None:
         at_rest = managed.param.at_rest
         self.managed, self.at_rest = managed, at_rest
         self.buffer = ElasticBuffer(at_rest.numel(), at_rest.dtype, managed.unit.mesh_info.device)

@@ -19,7 +19,7 @@ from composable.engine.params.form import PLAIN
 from composable.engine.params.param import label_of
 from composable.engine.step.unit import unit_of, units_below
 from composable.errors import OptimizerError, few
-from composable.features.spread import spread_of
+from composable.features.dtensor_form import mesh_and_placements
 from composable.tensors.dtensors import whole_of, wrap
 from composable.torch_private import local_of, step_hooks
 
@@ -101,17 +101,17 @@ def _fits(found: Tensor, former: Tensor) -> bool:
     # a plain part of a whole (`declare_part`), of which the other one knows the whole
     has_whole = isinstance(found, DTensor) != isinstance(former, DTensor)
     part = former if isinstance(found, DTensor) else found
-    return has_whole and spread_of(part) is not None and found.ndim == former.ndim
+    return has_whole and mesh_and_placements(part) is not None and found.ndim == former.ndim
 
 
 def _follow(value: Any, former: Tensor, new: Any) -> Any:
-    """Optimizer state of the former parameter's shape, spread like the new one."""
+    """Optimizer state of the former parameter's shape, distributed like the new one."""
     if not isinstance(value, Tensor) or value.shape != former.shape or not former.shape:
         return value
     if not isinstance(new, DTensor):
         return _whole_for(new, value)
     form, whole = PLAIN, value
-    if isinstance(former, DTensor) or spread_of(former) is None:
+    if isinstance(former, DTensor) or mesh_and_placements(former) is None:
         whole = whole_of(value)
     elif (unit := unit_of(new)) is not None:
         form = next(each.info.form for each in unit.params if id(each.at_rest) == id(new))
@@ -121,10 +121,10 @@ def _follow(value: Any, former: Tensor, new: Any) -> Any:
 
 def _whole_for(new: Tensor, value: Tensor) -> Tensor:
     """All of `value`, or of a declared part what its ranks share."""
-    spread = spread_of(new)
-    if spread is None or not isinstance(value, DTensor):
+    found = mesh_and_placements(new)
+    if found is None or not isinstance(value, DTensor):
         return whole_of(value)
-    placements = [Replicate()] * len(spread[1]) + [*value.placements[len(spread[1]) :]]
+    placements = [Replicate()] * len(found[1]) + [*value.placements[len(found[1]) :]]
     mesh = value.device_mesh
     return whole_of(wrap(local_of(value), mesh, placements, new.shape, new.stride()))
 

@@ -23,7 +23,7 @@ from composable.engine.params.param import holds_unreduced, keep_gradients_in
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
 from composable.state.whole import (
-    Managed,
+    NamedParam,
     all_or_none,
     follow_whole,
     managed_in,
@@ -49,7 +49,7 @@ class _Shown:
     `shape` and `version` are those of the copy and of the shard when it was gathered.
     """
 
-    managed: Managed
+    managed: NamedParam
     whole: nn.Parameter
     shape: torch.Size
     version: int
@@ -135,7 +135,7 @@ def summon_full_params(
     show_again(units)
 
 
-def _refuse_accumulated(managed: list[Managed]) -> None:
+def _refuse_accumulated(managed: list[NamedParam]) -> None:
     for each in managed:
         if holds_unreduced(each.param.at_rest):
             raise PhaseError(
@@ -147,7 +147,7 @@ def _refuse_accumulated(managed: list[Managed]) -> None:
 
 @torch.no_grad()
 def _show(
-    managed: Managed,
+    managed: NamedParam,
     shown: list[_Shown],
     writeback: bool,
     rank0_only: bool,
@@ -178,7 +178,7 @@ def _show(
 
 
 def _hide(
-    module: nn.Module, managed: list[Managed], shown: list[_Shown], units: list[Unit]
+    module: nn.Module, managed: list[NamedParam], shown: list[_Shown], units: list[Unit]
 ) -> list[str]:
     """Register what was there, and return what was tied to a whole parameter.
 
@@ -269,9 +269,9 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
     if rank0_only and comm.size > 1:
         device = managed.unit.mesh_info.device
         flags = torch.tensor([int(gradient is not None), int(whole.requires_grad)], device=device)
-        # what is gathered, which may be of a class of its own, has room for what comes
-        room = form.unsharded(at_rest)
-        value = (room if comm.rank else value).to(device).contiguous()
+        # what is gathered, which may be of a class of its own, has space for what comes
+        empty = form.unsharded(at_rest)
+        value = (empty if comm.rank else value).to(device).contiguous()
         comm.broadcast([*plain_parts(value), flags], Launch(f"edits of '{managed.fqn}'"))
         at_rest.requires_grad_(bool(flags[1]))
         if with_grads and bool(flags[0]):

@@ -93,17 +93,17 @@ def all_or_none(
         act()
     except Exception as caught:
         error = caught
-    told = None if error is None else f"{type(error).__name__}: {first_line(error)}"
+    failure = None if error is None else f"{type(error).__name__}: {first_line(error)}"
     agree = True
     for comm in comms:
-        said = comm.all_gather_objects((told, must_agree), Launch(f"agreement of {caller}"))
+        said = comm.all_gather_objects((failure, must_agree), Launch(f"agreement of {caller}"))
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
-        told = told or next(iter(failed), None)
+        failure = failure or next(iter(failed), None)
         agree = agree and all(number == must_agree for _, number in said)
     if error is not None:
         raise error
-    if told:
-        raise RanksDisagreeError(f"{caller}: {told}")
+    if failure:
+        raise RanksDisagreeError(f"{caller}: {failure}")
     if not agree:
         raise RanksDisagreeError(
             f"{caller}: the ranks have tensors of different names or shapes in their state dicts,"
@@ -113,7 +113,7 @@ def all_or_none(
 
 
 @dataclass(frozen=True, slots=True)
-class Managed:
+class NamedParam:
     """A parameter of a unit, by its name in the model."""
 
     fqn: str
@@ -126,7 +126,7 @@ class Managed:
         return (self.param.info.mesh_info or self.unit.mesh_info).all
 
 
-def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
+def managed_in(verb: str, model: nn.Module) -> Iterator[NamedParam]:
     """Yield the managed parameters of all units in `model`, each once, in the order of units."""
     names = {
         (id(module), name): f"{prefix}.{name}" if prefix else name
@@ -141,11 +141,11 @@ def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
                 if (key := (id(place.module), place.name)) in names
             ]
             if found:
-                yield Managed(found[0], unit, param)
+                yield NamedParam(found[0], unit, param)
 
 
 def names_that_differ(
-    comm: Comm, members: Sequence[Managed], numbers: Sequence[int], what: str
+    comm: Comm, members: Sequence[NamedParam], numbers: Sequence[int], what: str
 ) -> list[str]:
     """Find the parameters for which ranks of `comm` have different numbers; all of them call it."""
     lowest, highest = comm.min_max([*numbers], Launch(f"comparison of {what}"))

@@ -41,8 +41,8 @@ def what_is_missing() -> str:
 def key() -> str:
     """What a build is good for."""
     digest = hashlib.sha256()
-    told = (torch.__version__, sys.version, platform.machine(), str(compiler()), *FLAGS)
-    digest.update("\n".join(told).encode())
+    reported = (torch.__version__, sys.version, platform.machine(), str(compiler()), *FLAGS)
+    digest.update("\n".join(reported).encode())
     for path in sorted(NATIVE.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from composable import fully_shard, register_comm_hook, reset
 from composable.torch_private import local_of
-from tests.accelerator.twins import at_rest_again
+from tests.accelerator.copies import at_rest_again
 from tests.helpers.world import current_device, spmd
 
 TRIALS = 20

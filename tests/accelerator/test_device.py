@@ -261,7 +261,7 @@ def _tells_them_apart() -> None:
             torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0)
 
 
-def test_what_is_remembered_of_operators_is_told_apart_by_all_that_matters(pool: Pool) -> None:
+def test_what_is_remembered_of_operators_is_distinguished_by_all_that_matters(pool: Pool) -> None:
     pool.run(1, _tells_them_apart, device="sim")
 
 

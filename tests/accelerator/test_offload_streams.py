@@ -22,8 +22,8 @@ from composable.memory import offload
 from composable.memory.offload import TO_DEVICE_STREAM, TO_HOST_STREAM, ComingShards
 from composable.torch_private import local_of
 from tests.accelerator import sim, watch
+from tests.accelerator.copies import Block, mesh_of, model_of, x_of
 from tests.accelerator.faults import COMPUTE, GATHER, _launch, assert_found, fork_without_waiting
-from tests.accelerator.twins import Block, mesh_of, model_of, x_of
 from tests.helpers.world import Pool, current_device, spmd
 
 _COMES, _LEAVES = f"stream '{TO_DEVICE_STREAM}'", f"stream '{TO_HOST_STREAM}'"

@@ -1,4 +1,4 @@
-"""Parameters that rest on the host: the numbers of a twin whose parameters do not, alone and with
+"""Parameters that rest on the host: the numbers of a copy whose parameters do not, alone and with
 all that goes with them.
 """
 
@@ -33,16 +33,16 @@ from composable import (
 )
 from composable.torch_private import local_of
 from tests.accelerator import sim
-from tests.accelerator.twins import (
+from tests.accelerator.copies import (
     Block,
     assert_at_home,
     assert_equal,
     at_rest_again,
+    copies_of,
     mesh_of,
     model_of,
     one_batch,
     train,
-    twins_of,
     x_of,
 )
 from tests.helpers.world import current_device, spmd
@@ -96,7 +96,7 @@ def _hook(models: tuple[nn.Module, nn.Module], stages: Stages = (None,)) -> list
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_are_those_of_a_model_that_does_not_offload(way: str, hooked: bool) -> None:
     if dist.get_world_size() > 1 or (way != "regrouped" and not hooked):
-        models = twins_of(**WAYS[way])
+        models = copies_of(**WAYS[way])
         hooks = _hook(models) if hooked else []
         train(models, one_batch)
         assert all(hook.calls == (3 if way == "one unit" else 12) for hook in hooks)
@@ -143,7 +143,7 @@ def test_parameters_that_lie_otherwise_and_those_that_some_ranks_do_not_use(hook
 
 @spmd(ranks=2)
 def test_a_backward_that_raises_leaves_a_model_that_trains_on() -> None:
-    models = twins_of()
+    models = copies_of()
 
     def fail(_: Tensor) -> None:
         raise RuntimeError("as asked")
@@ -206,7 +206,7 @@ def test_gradients_of_several_backwards_add_up(window: str) -> None:
         every: list[Stages] = [("reduce_scatter",), ("all_reduce",), _BOTH] if hybrid else [(None,)]
         for stages in [(), *every]:
             mesh = mesh_of(2, 2) if hybrid else mesh_of()
-            models = twins_of(mesh=mesh, mp_policy="bf16" if window == "held" else None)
+            models = copies_of(mesh=mesh, mp_policy="bf16" if window == "held" else None)
             hooks = _hook(models, stages)
             train(models, WINDOWS[window])
             assert all(hook.calls for hook in hooks)
@@ -227,7 +227,7 @@ def test_clipping(clip: Callable[..., Any]) -> None:
         norm = clip(model.parameters(), 0.01)
         norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
 
-    train(twins_of(), step_of)
+    train(copies_of(), step_of)
     assert norms[::2] == norms[1::2]
     assert min(norms) > 0.01
 
@@ -235,7 +235,7 @@ def test_clipping(clip: Callable[..., Any]) -> None:
 @spmd(ranks=2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_on_shards_are_steps(fused: bool) -> None:
-    models = twins_of()[1], twins_of()[1]
+    models = copies_of()[1], copies_of()[1]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused) for model in models]
     step_on_shards(optimizers[0])
     for step in range(3):
@@ -276,7 +276,7 @@ def test_an_infinity_on_one_rank_leaves_a_step_out_on_all(fused: bool) -> None:
 @spmd(ranks=2)
 def test_hooks_find_gradients_that_have_arrived() -> None:
     seen: list[float] = []
-    models = twins_of()
+    models = copies_of()
     for model in models:
         weight = model.get_parameter("0.up.weight")
         weight.register_hook(lambda gradient: seen.append(float(local_of(gradient).sum())))
@@ -294,7 +294,7 @@ def test_hooks_find_gradients_that_have_arrived() -> None:
 @spmd(ranks=[1, 2, 4])
 def test_steps_in_backward_are_steps(hooked: bool) -> None:
     hybrid = dist.get_world_size() == 4
-    models = twins_of(mesh=mesh_of(2, 2) if hybrid else mesh_of())
+    models = copies_of(mesh=mesh_of(2, 2) if hybrid else mesh_of())
     if hooked:
         _hook(models, _BOTH if hybrid else (None,))
     for model in models:
@@ -309,7 +309,7 @@ def test_steps_in_backward_are_steps(hooked: bool) -> None:
 @spmd(ranks=[2, 4])
 def test_hooks_that_round_do_so_as_on_the_device() -> None:
     hybrid = dist.get_world_size() == 4
-    models = twins_of(mesh=mesh_of(2, 2) if hybrid else mesh_of())
+    models = copies_of(mesh=mesh_of(2, 2) if hybrid else mesh_of())
     for model in models:
         register_comm_hook(model, None, bf16_compress_hook, stage="all_reduce" if hybrid else None)
     train(models, one_batch)
@@ -317,13 +317,13 @@ def test_hooks_that_round_do_so_as_on_the_device() -> None:
 
 @spmd(ranks=2)
 def test_hooks_come_and_go_and_stay_when_parameters_come_home() -> None:
-    models = twins_of()
+    models = copies_of()
     (hook,) = _hook(models)
     train(models, one_batch)
     models[1].to(current_device())
     train(models, one_batch, steps=1)
     assert hook.calls == 16
-    other = twins_of()
+    other = copies_of()
     with register_comm_hook(other[1], None, allreduce_hook):
         train(other, one_batch)
     train(other, one_batch)
@@ -343,7 +343,7 @@ def _offload(model: nn.Module) -> None:
 @spmd(ranks=2)
 @pytest.mark.parametrize("annotate", [_recompute, _offload])
 def test_other_verbs_change_nothing(annotate: Callable[[nn.Module], None]) -> None:
-    models = twins_of()
+    models = copies_of()
     for model in models:
         annotate(model)
     train(models, one_batch)

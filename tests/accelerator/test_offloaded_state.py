@@ -19,15 +19,15 @@ from composable import (
     remove,
 )
 from composable.comm import base
-from tests.accelerator.twins import (
+from tests.accelerator.copies import (
     Block,
     assert_at_home,
     assert_equal,
+    copies_of,
     mesh_of,
     model_of,
     one_batch,
     train,
-    twins_of,
 )
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, spmd
@@ -39,7 +39,7 @@ def test_checkpoints_are_saved_and_loaded(pool: Pool, ranks: int, tmp_path: Path
 
 
 def _save_and_load(folder: str) -> None:
-    plain, offloaded = twins_of()
+    plain, offloaded = copies_of()
     other = fully_shard(
         model_of(), policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy()
     )
@@ -76,7 +76,7 @@ def _save_and_load(folder: str) -> None:
 @pytest.mark.parametrize("assign", [False, True])
 def test_whole_state_dicts_load(assign: bool) -> None:
     whole = {name: value + 0.5 for name, value in model_of().state_dict().items()}
-    models = twins_of()
+    models = copies_of()
     for model in models:
         one_batch(model, 0)
         model.load_state_dict(whole, assign=assign)
@@ -117,7 +117,7 @@ def _moved_to_the_host(model: nn.Module) -> None:
 def test_a_model_that_was_moved_is_at_home_again_after_the_next_forward(
     move: Callable[[nn.Module], None],
 ) -> None:
-    models = twins_of()
+    models = copies_of()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -139,7 +139,7 @@ def test_a_model_on_meta_comes_home_when_it_gets_memory(to: str) -> None:
     fully_shard(model, policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy())
     model.to_empty(device=to)
     model.load_state_dict(model_of().state_dict())
-    train((twins_of()[0], model), one_batch)
+    train((copies_of()[0], model), one_batch)
 
 
 @spmd(ranks=[1, 2])

@@ -232,12 +232,12 @@ def run_fault(plan: Plan, fault: Fault) -> str:
     if found.step != planted or late or (not finite and fault.kind != "at rest"):
         return f"late: planted in step {planted}, raised in {raised}, finite: {finite}:\n{found}"
     unit, phase, tensor = _expected(plan, fault)
-    told = not any(name == "rank" for name, _ in found.lines)
+    reported = not any(name == "rank" for name, _ in found.lines)
     right = (
         (found.unit == unit or fault.kind == "lr" or _is_inside(found.unit, plan, fault)),
         found.phase == phase,
         found.tensor.startswith(tensor),
-        fault.rank in found.ranks if not told else found.ranks == (fault.rank,),
+        fault.rank in found.ranks if not reported else found.ranks == (fault.rank,),
     )
     return "" if all(right) else f"named other than {(unit, phase, tensor)} {right}:\n{found}"
 

@@ -378,14 +378,14 @@ def _planned(fault: Fault) -> Iterator[None]:
     _Faults.mine, _Faults.raised = dist.get_rank() in fault.ranks, False
     seen = 0
 
-    def hear(comm: object, launch: Launch, *_: object) -> None:
+    def note(comm: object, launch: Launch, *_: object) -> None:
         nonlocal seen
         if launch.text.startswith("vote"):  # behind the step
             _Faults.fault = None
         at(f"launch {seen}")
         seen += 1
 
-    end = observe_launches(launching=hear)
+    end = observe_launches(launching=note)
     try:
         yield
     finally:

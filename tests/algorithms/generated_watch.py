@@ -801,8 +801,8 @@ def _loads_optimizer(run: Run) -> None:
 
 
 def _copies(run: Run) -> None:
-    twin = copy.deepcopy(run.model)
-    twin(run.batch()).float().square().mean().backward()
+    clone = copy.deepcopy(run.model)
+    clone(run.batch()).float().square().mean().backward()
 
 
 def _describes(run: Run) -> None:

@@ -161,11 +161,11 @@ def _fail(*_: object) -> None:
 def _before_launch(number: int) -> Iterator[None]:
     seen = itertools.count()
 
-    def hear(*_: object) -> None:
+    def note(*_: object) -> None:
         if next(seen) == number:
             _fail()
 
-    end = observe_launches(launching=hear)
+    end = observe_launches(launching=note)
     try:
         yield
     finally:
@@ -219,13 +219,13 @@ PLACES: Final[dict[str, Callable[[Model], Any]]] = {
 
 
 def _launches_of(trainer: Trainer, number: int) -> int:
-    heard: list[object] = []
-    end = observe_launches(launched=lambda *_: heard.append(None))
+    noted: list[object] = []
+    end = observe_launches(launched=lambda *_: noted.append(None))
     try:
         assert trainer.step(number) == ""
     finally:
         end()
-    return len(heard) - 1  # the vote
+    return len(noted) - 1  # the vote
 
 
 def _check(name: str, micro_batches: int = 1) -> None:
@@ -440,10 +440,10 @@ def test_activations_are_freed_before_the_others_are_followed() -> None:
         ):
             yield
 
-    def hear(*_: object) -> None:
+    def note(*_: object) -> None:
         alive.append(bool(kept) and kept[0]() is not None)
 
-    end = observe_launches(launched=hear)
+    end = observe_launches(launched=note)
     try:
         assert trainer.step(3, fail if dist.get_rank() == 0 else lambda _: nullcontext())
     finally:

@@ -366,7 +366,7 @@ def _hybrid(model: nn.Module) -> None:
     fully_shard(model, mesh=mesh, policy={nn.Linear})
 
 
-def _spread(model: nn.Module) -> None:
+def _distribute(model: nn.Module) -> None:
     mesh = init_device_mesh(current_device().type, (2, 1), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     replicate(model, mesh=mesh["dp"])
@@ -391,7 +391,7 @@ REFUSED: Final[dict[str, tuple[Callable[[nn.Module], object], str]]] = {
         "mixed precision policy",
     ),
     "steps in backward that are counted": (_counted, "local_steps counts the backwards"),
-    "tensor parallel": (_spread, "has tensor-parallel parameters"),
+    "tensor parallel": (_distribute, "has tensor-parallel parameters"),
     "sparse gradients": (_looked_up, "has sparse gradients"),
     "mixed precision": (
         lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float32)),

@@ -251,7 +251,7 @@ def test_a_nan_in_forward_is_named_also_with_a_loss_scaler() -> None:
 
 
 @spmd(ranks=2)
-def test_an_optimizer_in_backward_is_told_after_it_has_stepped() -> None:
+def test_an_optimizer_in_backward_is_notified_after_it_has_stepped() -> None:
     model, plant = PROGRAMS["shards"].build(Fault("backward", rank=1, block=1))
     apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
     with watch(model) as watched:
@@ -360,12 +360,12 @@ def test_a_forward_without_a_backward_is_not_named() -> None:
 def test_copies_are_not_watched() -> None:
     model, _ = PROGRAMS["shards"].build()
     watched = watch(model)
-    twin = copy.deepcopy(model)
-    twin.plant.fault = Fault("forward")
-    PROGRAMS["shards"].backward(twin, twin.plant)
-    SGD(twin.parameters()).step()
+    clone = copy.deepcopy(model)
+    clone.plant.fault = Fault("forward")
+    PROGRAMS["shards"].backward(clone, clone.plant)
+    SGD(clone.parameters()).step()
     assert (watched.findings, watched.step) == ([], 0)
-    watch(twin).remove()
+    watch(clone).remove()
 
 
 @spmd(ranks=2)

@@ -186,9 +186,9 @@ def _every_difference_is_named(name: str, seed: int) -> None:
         unit = "SGD 0" if planted.kind == "lr" else planted.unit
         named = first.unit, first.phase, first.step
         assert named == (unit, TOPICS[planted.kind], planted.step), f"{planted}: {first}"
-        told = not any(name == "rank" for name, _ in first.lines)
+        reported = not any(name == "rank" for name, _ in first.lines)
         assert planted.rank in first.ranks, f"{planted}: {first}"
-        assert not told or len(first.ranks) == 1, f"{planted}: {first}"
+        assert not reported or len(first.ranks) == 1, f"{planted}: {first}"
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -275,5 +275,5 @@ def test_it_says_since_when_and_raises_on_all_ranks() -> None:
         "  tensor    lr of group 0\n"
         "  since     step 2; the ranks agreed in step 0\n"
         "  values    rank 0: 0.1, rank 1: 1.1\n"
-        "  rank      one of these; which one cannot be told"
+        "  rank      one of these; which one is not known"
     )

@@ -277,7 +277,7 @@ class Counts(nn.Linear):
 
 
 class Unsound(nn.Module):
-    """Its forward is sound. Its backward is not, where and when it is told so."""
+    """Its forward is sound. Its backward is not, where and when it is asked to."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

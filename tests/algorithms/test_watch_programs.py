@@ -301,14 +301,14 @@ class _Collects(Observer):
 
 
 class _Counts(Observer):
-    heard = 0
+    noted = 0
 
     def pre_forward(self, root: Any, call: Any) -> None:
-        self.heard += 1
+        self.noted += 1
 
 
 @spmd(ranks=1)
-def test_others_hear_of_everything_while_a_watched_model_is_collected() -> None:
+def test_others_are_notified_of_everything_while_a_watched_model_is_collected() -> None:
     dropped = fully_shard(layers())
     watch(dropped)
     last = _Counts()
@@ -317,7 +317,7 @@ def test_others_hear_of_everything_while_a_watched_model_is_collected() -> None:
     fully_shard(layers(1))(batch())
     for each in undo:
         each()
-    assert last.heard == 1
+    assert last.noted == 1
 
 
 def _tensors_that_are_alive(number: int, **options: Any) -> list[int]:
@@ -343,22 +343,22 @@ def test_who_keeps_losses_does_not_keep_gradients(tmp_path: Path) -> None:
         assert counts[-1] == counts[-2], f"{options}: {counts}"
 
 
-def _told() -> list[int]:
+def _reported() -> list[int]:
     return [len(base._LAUNCHING), *map(len, vars(OBSERVERS).values())]
 
 
 @spmd(ranks=1)
-def test_steps_are_heard_of_until_the_last_watch_is_closed() -> None:
+def test_steps_are_observed_until_the_last_watch_is_closed() -> None:
     gc.collect()
     watch(fully_shard(layers())).remove()  # and those that nobody has closed are gone
-    before = _told()
+    before = _reported()
     first, second = watch(fully_shard(layers())), watch(fully_shard(layers()))
-    during = _told()
+    during = _reported()
     assert during > before
     first.remove()
-    assert _told() == during
+    assert _reported() == during
     second.remove()
-    assert _told() == before
+    assert _reported() == before
     second.remove()
 
 

@@ -49,7 +49,7 @@ def _are_finite(model: nn.Module) -> bool:
     return all(bool(local_tensor(each).isfinite().all()) for each in model.parameters())
 
 
-# --- messages are told by what sends them --------------------------------------------------------
+# --- messages are identified by what sends them --------------------------------------------------
 
 
 class _Spoiling(nn.Linear):
@@ -221,7 +221,7 @@ def test_replicas_that_train_apart_are_not_compared_until_they_are_averaged(
         with opened or watch(model, action="raise", agree=1) as watched:
             for step in range(5):
                 _step(model, optimizer, step)
-            # ranks are told of each other nevertheless
+            # ranks learn of each other nevertheless
             if dist.get_rank() == 3:
                 optimizer.param_groups[0]["lr"] = 0.2
             with pytest.raises(RanksDisagreeError, match="rank 3"):
@@ -370,7 +370,7 @@ def test_a_hint_is_logged_and_is_no_finding() -> None:
 
 
 @spmd(ranks=2)
-def test_a_rank_that_a_reduction_has_spread_a_nan_to_is_not_named() -> None:
+def test_a_rank_that_a_reduction_has_sent_a_nan_to_is_not_named() -> None:
     """In the second backward of an accumulation both ranks have the first one's mean."""
     model = _Spoiling().to(current_device())
     replicate(model, gradient_as_bucket_view=True)

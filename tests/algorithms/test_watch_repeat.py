@@ -62,7 +62,7 @@ def _is_found(name: str) -> None:
     """One wrong bit in one of the operators, on one rank."""
     _, (machine, _) = trained(KINDS[name], _watched)
     number = len(machine.names)
-    # of steps of a closure the last one's is not told any more
+    # of steps of a closure the last one's is not kept any more
     for wrong in (0, number // 3, number // 2 if "closure" in name else number - 1):
         _, (spoiled, watched) = trained(KINDS[name], lambda model, at=wrong: _watched(model, at))
         said = [each for each in watched.findings if each.kind == "not reproduced"]
@@ -88,7 +88,7 @@ def test_one_wrong_bit_of_an_operator_is_found_in_it(pool: Pool, name: str) -> N
 
 
 class Kernels:
-    """Kernels in place of torch's that compute wrongly where they are told to.
+    """Kernels in place of torch's that compute wrongly where they are asked to.
 
     Attributes:
         wrong: the operator whose next call is wrong; with `always`, all of its calls are, each in

@@ -31,21 +31,21 @@ class _TwoDtypes(nn.Module):
 
 
 def _launches_of_a_step(model: nn.Module) -> list[Launch]:
-    heard: list[Launch] = []
+    noted: list[Launch] = []
 
     waits: list[Launch] = []
 
-    def hear(comm: object, launch: Launch, *_: Any) -> None:
-        heard.append(launch)
+    def note(comm: object, launch: Launch, *_: Any) -> None:
+        noted.append(launch)
 
     def waiting(comm: object, launch: Launch) -> None:
-        assert launch in heard
+        assert launch in noted
         waits.append(launch)
 
     def waited(comm: object, launch: Launch) -> None:
         assert waits[-1] is launch
 
-    end = observe_launches(launched=hear, waiting=waiting, waited=waited)
+    end = observe_launches(launched=note, waiting=waiting, waited=waited)
     try:
         with together(model) as step:
             model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
@@ -53,15 +53,15 @@ def _launches_of_a_step(model: nn.Module) -> list[Launch]:
         end()
     assert step.lost == bool(step.why)
     kinds = LaunchKind.GATHER, LaunchKind.REDUCE
-    assert [each for each in heard if each.kind in kinds] == [
+    assert [each for each in noted if each.kind in kinds] == [
         each for each in waits if each.kind in kinds
     ]
     model.zero_grad()
-    return heard
+    return noted
 
 
 @spmd(ranks=2)
-def test_launches_of_equal_text_are_told_apart_by_what_sends_them() -> None:
+def test_launches_of_equal_text_are_distinguished_by_what_sends_them() -> None:
     model = fully_shard(_TwoDtypes())
     low, high = model.parameters()
     for _ in range(2):  # orders are agreed in the first steps

@@ -140,7 +140,7 @@ def test_memory_that_runs_out_in_a_launch_is_no_other_ranks_fault() -> None:
             assert str(caught.value) == "on purpose"
 
 
-def _told(launch: Callable[..., Any], error: Exception) -> list[str]:
+def _reported(launch: Callable[..., Any], error: Exception) -> list[str]:
     with _every_launch_raises(error), pytest.raises(CommunicationError) as caught:
         launch(_comm())
     assert caught.value.__cause__ is error
@@ -150,14 +150,16 @@ def _told(launch: Callable[..., Any], error: Exception) -> list[str]:
 
 @spmd(ranks=1)
 def test_what_failed_is_said_with_what_to_do_about_it() -> None:
-    assert _told(_gather, RuntimeError("connection reset\nand more")) == [
+    assert _reported(_gather, RuntimeError("connection reset\nand more")) == [
         "rank 0: the all-gather of unit 'x' failed: connection reset",
         (
             "Another rank raised, ended or took another path through the model; look for the first"
             " error among all ranks."
         ),
     ]
-    assert _told(_reduce, dist.DistBackendError("NCCL error in: x.cpp:7, invalid usage\nmore")) == [
+    assert _reported(
+        _reduce, dist.DistBackendError("NCCL error in: x.cpp:7, invalid usage\nmore")
+    ) == [
         "rank 0: the reduction of unit 'x' failed: NCCL error in: x.cpp:7, invalid usage",
         (
             "This is an error of the process group's backend. Look for the first error among all"
@@ -165,7 +167,7 @@ def test_what_failed_is_said_with_what_to_do_about_it() -> None:
             " more."
         ),
     ]
-    assert _told(_all_reduce, RuntimeError("this rank has destroyed its process group")) == [
+    assert _reported(_all_reduce, RuntimeError("this rank has destroyed its process group")) == [
         "rank 0: the sum of unit 'x' failed: this rank has destroyed its process group",
         (
             "destroy_process_group() ends the training of all models over the group; call it after"

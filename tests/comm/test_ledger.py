@@ -1,5 +1,5 @@
 """Errors name the rank, the collective and what every rank launched last; ranks that launch
-different things are told.
+different things are reported.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ ALONE: Final = (_gather, _reduce, _all_reduce, _exchange, _broadcast)
 _WHEN: Final = r"(?: (?:in|after) [^:]*step \d+)?"
 
 
-def _told(
+def _reported(
     act: Callable[[Comm, str], None], comm: Comm, label: str = "all-gather of unit 'layers.3'"
 ) -> str:
     with pytest.raises(CommunicationError) as failed:
@@ -82,13 +82,13 @@ def _told(
 
 
 def _failures() -> dict[str, str]:
-    """What rank 0 is told in groups of which rank 1 does not take part in a collective, or that it
+    """What rank 0 reports in groups of which rank 1 does not take part in a collective, or that it
     has left.
     """
     cases = [(kind, act, leaves) for kind in KINDS for act in ALONE for leaves in (False, True)]
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=3.0)) for _ in cases]
     comms = [KINDS[kind](group, CPU) for (kind, _, _), group in zip(cases, groups, strict=True)]
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     if dist.get_rank() == 1:
         for (_, _, leaves), group in zip(cases, groups, strict=True):
             if leaves:
@@ -100,22 +100,22 @@ def _failures() -> dict[str, str]:
             mock.patch.object(ledger, "REPORT_SECONDS", 0.2),
         ):
             # all of them wait at the same time
-            texts = threads.map(lambda case, comm: _told(case[1], comm), cases, comms)
-            told = {
+            texts = threads.map(lambda case, comm: _reported(case[1], comm), cases, comms)
+            reported = {
                 f"{kind} {act.__name__} {leaves}": text
                 for (kind, act, leaves), text in zip(cases, texts, strict=True)
             }
     dist.barrier()
-    return told
+    return reported
 
 
 @pytest.mark.launches_not_compared("one rank does not join")
 def test_a_collective_that_another_rank_does_not_join_ends_with_its_name_and_the_ranks(
     pool: Pool,
 ) -> None:
-    told, _ = pool.run(2, _failures, spoils=True)
-    assert len(told) == len(KINDS) * len(ALONE) * 2
-    for case, text in told.items():
+    reported, _ = pool.run(2, _failures, spoils=True)
+    assert len(reported) == len(KINDS) * len(ALONE) * 2
+    for case, text in reported.items():
         assert re.fullmatch(
             rf"rank 0: the all-gather of unit 'layers\.3' failed{_WHEN}: \S.*\n"
             + re.escape(_CURE)
@@ -141,7 +141,7 @@ def test_a_work_that_failed_fails_again_with_the_same_text() -> None:
 
 
 def _one_is_killed() -> str:
-    """Rank 1 of 3 is stopped by the system between two collectives; ranks 0 and 2 are told."""
+    """Rank 1 of 3 is stopped by the system between two collectives; ranks 0 and 2 report it."""
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=20.0))
     comm = comm_of(group, CPU)
     _gather(comm, "all-gather of unit 'layers.0'")
@@ -151,7 +151,7 @@ def _one_is_killed() -> str:
     if dist.get_rank() == 2:
         time.sleep(0.3)
     with mock.patch.object(ledger, "REPORT_SECONDS", 1.5):
-        text = _told(_gather, comm, "all-gather of unit 'layers.1'")
+        text = _reported(_gather, comm, "all-gather of unit 'layers.1'")
     lines = text.splitlines()
     me, other = dist.get_rank(), 2 - dist.get_rank()
     assert re.fullmatch(
@@ -169,7 +169,9 @@ def _one_is_killed() -> str:
     raise ZeroDivisionError  # so that the pool sees which ranks came here
 
 
-def test_when_a_rank_is_killed_the_others_are_told_what_each_launched_last(pool: Pool) -> None:
+def test_when_a_rank_is_killed_the_others_report_what_each_launched_last(
+    pool: Pool,
+) -> None:
     with pytest.raises(AssertionError) as failed:
         pool.run(3, _one_is_killed)
     text = str(failed.value)

@@ -1,4 +1,4 @@
-"""Ranks of one host that launch different collectives are told at the launch, with what each of
+"""Ranks of one host that launch different collectives are notified at the launch, with what each of
 them launched, also where messages of different kinds pass each other.
 """
 
@@ -209,7 +209,7 @@ def _seats(ranks: int = 2) -> list[SharedLaunches]:
     return [SharedLaunches(memory, rank, ranks) for rank in range(ranks)]
 
 
-def test_the_second_of_two_ranks_is_told_and_the_first_at_its_next_launch() -> None:
+def test_the_second_of_two_ranks_is_notified_and_the_first_at_its_next_launch() -> None:
     one, other = _seats()
     assert [one.write("a"), other.write("a"), one.write("b"), one.write("c")] == [{}] * 4
     assert other.write("x") == {0: (3, ["a", "b", "c"]), 1: (2, ["a", "x"])}
@@ -226,7 +226,7 @@ def test_a_rank_that_has_not_come_as_far_is_no_part_of_the_report() -> None:
 
 
 @mock.patch.object(shared_launches, "ENTRIES", 4)
-def test_a_rank_further_ahead_than_the_ring_is_told_of_and_compared_when_it_is_nearer() -> None:
+def test_a_rank_further_ahead_than_the_ring_is_reported_and_compared_when_it_is_nearer() -> None:
     one, other = _seats()
     for number in range(6):
         one.write(f"{number}")

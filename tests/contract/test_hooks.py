@@ -322,14 +322,14 @@ def test_a_copy_has_hooks_and_brackets_of_its_own_and_no_open_calls(
     with pytest.raises(KeyboardInterrupt):
         module(X)
     module.error = None
-    twin = duplicate(module)
-    dispatcher: Any = dispatcher_of(twin)
+    clone = duplicate(module)
+    dispatcher: Any = dispatcher_of(clone)
     assert dispatcher is not dispatcher_of(module)
-    assert hooks_attached(twin)
+    assert hooks_attached(clone)
     theirs = dispatcher.brackets["checkpoint"].log
-    drop_calls(twin)
+    drop_calls(clone)
     assert theirs == ENTERED
-    twin(X)
+    clone(X)
     assert theirs == [*ENTERED, *ENTERED, *LEFT]
     assert log == ENTERED
 

@@ -37,17 +37,17 @@ def test_a_copy_has_records_and_states_of_its_own(duplicate: Callable[[nn.Module
     model = Model()
     mark(model.emb, level=3, note=[model.enc])
     mark([model.layers[0], model.layers[1]], level=4)
-    twin = duplicate(model)
-    record = registry(twin.emb)["mark"]
+    clone = duplicate(model)
+    record = registry(clone.emb)["mark"]
     assert (record.name, record.call_site) == ("mark", registry(model.emb)["mark"].call_site)
     assert record.kwargs["level"] == 3
     assert record.kwargs["note"] == "<list>"
     assert record.state is not mark.state(model.emb)
-    assert mark.state(twin.emb).modules[0] is twin.emb
-    assert registry(twin.layers[0])["mark"] is registry(twin.layers[1])["mark"]
-    assert mark.state(twin.layers[0]).modules[1] is twin.layers[1]
+    assert mark.state(clone.emb).modules[0] is clone.emb
+    assert registry(clone.layers[0])["mark"] is registry(clone.layers[1])["mark"]
+    assert mark.state(clone.layers[0]).modules[1] is clone.layers[1]
     with pytest.raises(AlreadyAnnotatedError):
-        mark(twin.emb)
+        mark(clone.emb)
 
 
 @COPIERS
@@ -55,11 +55,11 @@ def test_removing_from_the_original_does_not_change_its_copy(
     duplicate: Callable[[nn.Module], nn.Module],
 ):
     model = mark(Block())
-    twin = duplicate(model)
+    clone = duplicate(model)
     remove(model, mark)
     assert dict(registry(model)) == {}
-    assert list(registry(twin)) == ["mark"]
-    assert len(twin._forward_hooks) == 1
+    assert list(registry(clone)) == ["mark"]
+    assert len(clone._forward_hooks) == 1
 
 
 def test_a_copy_is_removed_by_copies_of_bound_methods_and_partials():
@@ -71,11 +71,11 @@ def test_a_copy_is_removed_by_copies_of_bound_methods_and_partials():
 
     model = nn.Sequential(nn.Linear(2, 2))
     tag(model)
-    twin = copy.deepcopy(copy.deepcopy(model))
-    remove(twin, tag)
-    assert not hasattr(twin, "tagged")
-    assert not twin[0]._forward_hooks
-    assert not registry(twin[0])
+    clone = copy.deepcopy(copy.deepcopy(model))
+    remove(clone, tag)
+    assert not hasattr(clone, "tagged")
+    assert not clone[0]._forward_hooks
+    assert not registry(clone[0])
     assert model.tagged
     assert len(model[0]._forward_hooks) == 1
     assert [*registry(model[0])] == ["mark"]
@@ -92,23 +92,23 @@ def test_a_copy_is_not_removed_by_functions_that_know_the_original(inside: bool)
         tag(module)
 
     model = (around if inside else tag)(nn.Linear(2, 2))
-    twin = copy.deepcopy(model)
+    clone = copy.deepcopy(model)
     with pytest.raises(
         AnnotationError,
         match=r"^(tag|around) cannot be removed from a copy of a module\. Remove it before copying",
     ):
-        remove(twin, around if inside else tag)
+        remove(clone, around if inside else tag)
     assert not hasattr(model, "untagged")
 
 
 def test_removing_from_a_pickled_copy_is_refused():
     model = mark(Block())
-    twin = through_pickle(model)
+    clone = through_pickle(model)
     assert_text(
-        message(AnnotationError, lambda: remove(twin, mark)),
+        message(AnnotationError, lambda: remove(clone, mark)),
         """mark cannot be removed from a copy of a module. Remove it before copying""",
     )
-    assert list(registry(twin)) == ["mark"]
+    assert list(registry(clone)) == ["mark"]
     assert len(model._forward_hooks) == 1
 
 

@@ -1,5 +1,5 @@
-"""The model that the programs of the table train, and how it is spread over dimensions of a mesh
-that are not data parallel; knows no verb.
+"""The model that the programs of the table train, and how it is distributed over dimensions of a
+mesh that are not data parallel; knows no verb.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from tests.extensions.rows import Rows, dequantised, quantised
-from tests.meshes.mixtral import MoE, spread_experts
+from tests.meshes.mixtral import MoE, distribute_experts
 from tests.tensor_parallel.models import WIDTH
 
 HIDDEN: Final = 7  # no number of ranks divides it
@@ -149,7 +149,7 @@ class Net(nn.Module):
 
 
 def with_rows(model: Net) -> None:
-    """Let all weights be sent as bytes that are not spread over something else already."""
+    """Let all weights be sent as bytes that are not distributed over something else already."""
     made: dict[int, nn.Parameter] = {}  # tied ones stay tied
     for _, linear in model.linears():
         weight = linear.weight
@@ -164,7 +164,7 @@ def with_rows(model: Net) -> None:
 
 # --- over dimensions beside data parallel -------------------------------------------------------
 
-Spread = Callable[[Net, DeviceMesh], None]
+Distribute = Callable[[Net, DeviceMesh], None]
 
 
 def nowhere(model: Net, mesh: DeviceMesh) -> None:
@@ -203,12 +203,12 @@ def over_all(model: Net, mesh: DeviceMesh) -> None:
         block.mesh = mesh  # type: ignore[assignment]
         for name, parameter in list(block.named_parameters()):
             cut = Shard(cuts[name]) if name in cuts else Replicate()
-            spread = distribute_tensor(parameter.detach(), mesh, [Replicate(), cut])
+            distributed = distribute_tensor(parameter.detach(), mesh, [Replicate(), cut])
             owner, _, own = name.rpartition(".")
-            setattr(block.get_submodule(owner), own, nn.Parameter(spread))
+            setattr(block.get_submodule(owner), own, nn.Parameter(distributed))
 
 
 def over_experts(model: Net, mesh: DeviceMesh) -> None:
     holder = nn.Module()
     holder.blocks = nn.ModuleList([model.moe])  # type: ignore[list-item]
-    spread_experts(holder, mesh["ep"])
+    distribute_experts(holder, mesh["ep"])

@@ -44,7 +44,7 @@ from composable import (
     watch,
 )
 from tests.covering import model as models
-from tests.covering.model import Block, Net, Spread, Up
+from tests.covering.model import Block, Distribute, Net, Up
 from tests.covering.run import Run, reloaded, saved_by_torch
 from tests.helpers.compare import full_parameters
 from tests.helpers.offloading import offloading
@@ -72,7 +72,7 @@ class Choice:
         is_: what the program itself asks for: a `Mesh`, a function that annotates, ...
         tolerance: how far from one process a gradient may be, of its norm.
         coarser: how many times farther it may be, since something amplifies what is rounded.
-        both: done to both models, when ours is spread over dimensions beside data parallel.
+        both: done to both models, when ours is distributed over dimensions beside data parallel.
         before: done to ours before it is annotated.
         after: done to ours when it is annotated.
         step: done before each step, of both models.
@@ -111,14 +111,14 @@ class Mesh:
     Attributes:
         shape: of all dimensions.
         data: names of those that are data parallel.
-        spread: what spreads the model over the others.
+        distribute: what distributes the model over the others.
         by_dims: the verbs get the whole mesh and the names of dimensions.
     """
 
     shape: tuple[int, ...]
     names: tuple[str, ...] = ("dp",)
     data: tuple[str, ...] = ("dp",)
-    spread: Spread = models.nowhere
+    distribute: Distribute = models.nowhere
     by_dims: bool = False
 
     @property
@@ -143,11 +143,11 @@ MESHES: Final[Values] = {
     "3 ranks": Choice(is_=Mesh((3,))),
     "4 ranks": Choice(is_=Mesh((4,))),
     "hybrid": Choice(is_=Mesh((2, 2), *[("replicate", "shard")] * 2)),
-    "tensor parallel": Choice(is_=Mesh((2, 2), _TP, spread=models.over_tp)),
-    "sequence parallel": Choice(is_=Mesh((2, 2), _TP, spread=models.over_sequences)),
-    "sequence parallel, dp 1": Choice(is_=Mesh((1, 2), _TP, spread=models.over_sequences)),
-    "DTensors over all": Choice(is_=Mesh((2, 2), _TP, spread=models.over_all, by_dims=True)),
-    "experts": Choice(is_=Mesh((2, 2), *[("efsdp", "ep")] * 2, spread=models.over_experts)),
+    "tensor parallel": Choice(is_=Mesh((2, 2), _TP, distribute=models.over_tp)),
+    "sequence parallel": Choice(is_=Mesh((2, 2), _TP, distribute=models.over_sequences)),
+    "sequence parallel, dp 1": Choice(is_=Mesh((1, 2), _TP, distribute=models.over_sequences)),
+    "DTensors over all": Choice(is_=Mesh((2, 2), _TP, distribute=models.over_all, by_dims=True)),
+    "experts": Choice(is_=Mesh((2, 2), *[("efsdp", "ep")] * 2, distribute=models.over_experts)),
     "one rank": Choice(is_=Mesh((2, 1), ("others", "dp"), ("dp",))),
 }
 
@@ -779,7 +779,7 @@ class Impossible(NamedTuple):
 
 _TWO_DTYPES: Final = ("grad_dtype", "keep_grads_in_reduce_dtype")
 _DP_1: Final = ("one rank", "sequence parallel, dp 1")
-_SPREAD: Final = (
+_DISTRIBUTED: Final = (
     "tensor parallel",
     "sequence parallel",
     "sequence parallel, dp 1",
@@ -790,7 +790,7 @@ IMPOSSIBLE: Final = (
     Impossible(
         {
             "accumulation": ("set_to_none=False",),
-            "mesh": _SPREAD,
+            "mesh": _DISTRIBUTED,
             "optimizer": ("AdamW, foreach", "AdamW, fused"),
         },
         "torch's zero_grad takes DTensors of one mesh",
@@ -800,13 +800,13 @@ IMPOSSIBLE: Final = (
         "all ranks call each root",
     ),
     Impossible(
-        {"copies": ("AveragedModel",), "mesh": _SPREAD},
+        {"copies": ("AveragedModel",), "mesh": _DISTRIBUTED},
         "torch's average takes DTensors of one mesh",
     ),
     Impossible(
         {
             "extended parameters": ("bytes",),
-            "mesh": _SPREAD,
+            "mesh": _DISTRIBUTED,
             "optimizer": ("AdamW, foreach", "AdamW, fused"),
         },
         "a class of one's own is stepped as torch does, which takes DTensors of one mesh",
@@ -835,7 +835,7 @@ IMPOSSIBLE: Final = (
         "torch's AdamW refuses gradients of another dtype than the parameter's",
     ),
     Impossible(
-        {"clipping": ("torch's clip_grad_norm_",), "mesh": _SPREAD},
+        {"clipping": ("torch's clip_grad_norm_",), "mesh": _DISTRIBUTED},
         "torch's function takes DTensors of one mesh",
     ),
     Impossible(
@@ -952,7 +952,7 @@ REFUSED: Final[tuple[Refused, ...]] = (
             "parts over other dimensions stay on the device",
             arrays=("offloaded",),
         )
-        for mesh in _SPREAD
+        for mesh in _DISTRIBUTED
     ),
     Refused(
         {"extended parameters": "bytes"},

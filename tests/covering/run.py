@@ -83,7 +83,7 @@ class Run:
     def start(self) -> None:
         """Annotate the model and make optimizers."""
         choices = self.choices.values()
-        self.layout.spread(self.model, self.mesh)
+        self.layout.distribute(self.model, self.mesh)
         for choice in choices:
             for model in (self.model, self.alone):
                 choice.both(model)
@@ -117,8 +117,8 @@ class Run:
         """Weights that are sent as bytes round in one process, too."""
         for name, linear in self.model.linears():
             sharded = isinstance(getattr(linear.weight, "_local_tensor", None), Rows)
-            twin: Any = self.alone.get_submodule(name)
-            twin.emulates = sharded and self._is_sharded(linear)
+            clone: Any = self.alone.get_submodule(name)
+            clone.emulates = sharded and self._is_sharded(linear)
 
     def _is_sharded(self, linear: Linear) -> bool:
         return any(place.is_shard() for place in linear.weight.placements)  # type: ignore[attr-defined]

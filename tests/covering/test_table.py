@@ -1,4 +1,4 @@
-"""The tables are whole, and a program of them that is not as in one process is told."""
+"""The tables are whole, and a program of them that is not as in one process is reported."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def _missing(gradient: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fully_shard", "replicate"])
 @spmd(ranks=2)
-def test_gradients_that_are_twice_too_large_are_told_and_those_that_are_missing(name: str) -> None:
+def test_gradients_that_are_twice_too_large_or_missing_are_reported(
+    name: str,
+) -> None:
     backwards: Any = Run._backwards
     for spoil, words in (
         (_twice, "gradient of step 2 'first.weight': off by 1 of its norm, 2 times"),

@@ -100,12 +100,12 @@ def test_memory_that_comes_and_goes_inside_one_storage_is_followed() -> None:
 
 def test_a_measured_step_trains_as_any_other() -> None:
     model, optimizer, x = trained()
-    twin, twin_optimizer, _ = trained()
+    clone, clone_optimizer, _ = trained()
     measure_step(model, optimizer, lambda: model(x), ignore=[x])
-    twin_optimizer.zero_grad()
-    twin(x).backward()
-    twin_optimizer.step()
-    assert torch.equal(model.layer.weight, twin.layer.weight)
+    clone_optimizer.zero_grad()
+    clone(x).backward()
+    clone_optimizer.step()
+    assert torch.equal(model.layer.weight, clone.layer.weight)
 
 
 def test_the_footprint_without_shards_is_the_whole() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from composable.engine.params.layout import Layout, ParamShape, plan_layout
+from composable.engine.params.layout import GatherLayout, ParamShape, plan_layout
 
 SETTINGS = settings(max_examples=60, deadline=None)
 
@@ -39,7 +39,7 @@ class Planned:
 
     shapes: list[ParamShape]
     options: dict[str, Any]
-    layout: Layout
+    layout: GatherLayout
 
     def __getattr__(self, name: str) -> Any:
         return self.options[name]

@@ -73,7 +73,7 @@ def _step(verb: str, units: int, parameters: int) -> dict[str, int]:
 
 def _per_unit_and_parameter(verb: str) -> dict[str, dict[str, float]]:
     gc.collect()
-    # what tests before have left open is heard of until the last watch is closed
+    # what tests before have left open is observed until the last watch is closed
     composable.watch(composable.fully_shard(nn.Linear(1, 1))).remove()
     few, more_units, more_parameters = _step(verb, 4, 4), _step(verb, 8, 4), _step(verb, 4, 8)
     return {

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable.engine.params.layout import (
-    Layout,
+    GatherLayout,
     ParamShape,
     Route,
     Slot,
@@ -25,10 +25,10 @@ from composable.engine.params.layout import (
 from tests.engine.layouts import SETTINGS, Planned, planned
 
 
-def _assert_apart(places: Iterable[tuple[int, int]], room: int) -> None:
-    """Each (start, length) lies in a buffer of `room` elements, and none overlaps another."""
+def _assert_apart(places: Iterable[tuple[int, int]], numel: int) -> None:
+    """Each (start, length) lies in a buffer of `numel` elements, and none overlaps another."""
     filled = sorted((start, start + length) for start, length in places if length)
-    assert all(start >= 0 and end <= room for start, end in filled)
+    assert all(start >= 0 and end <= numel for start, end in filled)
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(filled))
 
 
@@ -179,7 +179,7 @@ def test_the_largest_parameters_get_the_messages_of_their_own(
     assert [index for index, slot in enumerate(slots) if slot.route is Route.DIRECT] == expected
 
 
-def _drawn(layout: Layout) -> str:
+def _drawn(layout: GatherLayout) -> str:
     lines = [
         f"{slot.name} {slot.route.name}: shard {slot.shard_start}+{slot.chunk_numel}, full"
         f" {slot.full_start}+{slot.full_numel}"
@@ -223,7 +223,7 @@ def test_every_wanted_gradient_travels_once_and_its_sum_has_a_place(
         [*(index for index, _ in reduction.direct), *(index for index, _, _ in reduction.columns)]
     )
     assert carried == Counter(index for index in wanted if slots[index].numel), (
-        "empty ones need no room"
+        "empty ones need no space"
     )
     assert all(slots[index].route is Route.DIRECT for index, _ in reduction.direct)
     assert all(numel == slots[index].chunk_numel for index, _, numel in reduction.columns)
@@ -237,7 +237,7 @@ def test_every_wanted_gradient_travels_once_and_its_sum_has_a_place(
     assert not any(start % plan.align for start, _ in sums)
 
 
-def test_what_is_frozen_takes_no_room() -> None:
+def test_what_is_frozen_takes_no_space() -> None:
     shapes = [
         ParamShape("bias", (8,)),
         ParamShape("weight", (8, 64)),

@@ -1,4 +1,4 @@
-"""Observers hear what they override, in the order of a step; decisions are taken back."""
+"""Observers are notified of what they override, in a step's order; decisions are taken back."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _events(verb: str) -> list[str]:
         ("replicate", "enter (root), leave (root), backward, into (root), end, landed, clip"),
     ],
 )
-def test_an_observer_hears_a_step_in_its_order(pool: Pool, verb: str, expected: str) -> None:
+def test_an_observer_sees_a_step_in_its_order(pool: Pool, verb: str, expected: str) -> None:
     for said in pool.run(2, _events, verb):
         assert ", ".join(said) == expected
 

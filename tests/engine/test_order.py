@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Runs its blocks in the order that it is told; block 9 raises."""
+    """Runs its blocks in the order that it is given; block 9 raises."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ def test_outputs_that_need_no_gradient_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("how", ["itself", "a view"])
-def test_an_output_that_aliases_a_parameter_is_told(how: str) -> None:
+def test_an_output_that_aliases_a_parameter_is_reported(how: str) -> None:
     weight = nn.Parameter(torch.ones(3))
     _, given = _given()
     watched, entries = _watch(
@@ -156,7 +156,7 @@ def test_an_output_that_aliases_a_parameter_is_told(how: str) -> None:
     assert entries == ["entered"], "the loss may come through it alone"
 
 
-def test_types_that_cannot_be_looked_into_are_told_if_there_is_no_tensor_beside_them() -> None:
+def test_types_that_cannot_be_looked_into_are_reported_if_there_is_no_tensor_beside_them() -> None:
     _, given = _given()
     watched, _ = _watch(lambda y: [iter([y]), iter([y])], given)
     assert watched.opaque == ("list_iterator",)

@@ -141,9 +141,9 @@ def test_a_shard_at_rest_is_a_dtensor_with_a_storage_of_its_own_over_the_shard_b
         with torch.no_grad():
             local(w).add_(1.0)
         assert rank.group.shard._version > before
-        twin = copy.deepcopy(w)
-        twin.data.fill_(9.0)
-        assert not torch.equal(local(twin), local(w))
+        clone = copy.deepcopy(w)
+        clone.data.fill_(9.0)
+        assert not torch.equal(local(clone), local(w))
         torch.save(local(w), file := io.BytesIO())
         assert len(file.getvalue()) < 4096
 

@@ -35,7 +35,7 @@ from tests.engine.layouts import SETTINGS
         ),
     ],
 )
-def test_gradients_are_summed_in_the_dtype_of_the_computation_unless_told_otherwise(
+def test_gradients_are_summed_in_the_dtype_of_the_computation_unless_asked_otherwise(
     asked: dict[str, torch.dtype], expected: Precision
 ) -> None:
     policy = MixedPrecisionPolicy(**asked)

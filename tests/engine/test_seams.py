@@ -116,7 +116,7 @@ self.unit.spec.divisor
     assert _too_long(Source("some.py", text, ast.parse(text))) == [2, 4, 6]
 
 
-# --- hearing of steps, and telling of them -------------------------------------------------------
+# --- observing steps, and notifying of them -------------------------------------------------------
 
 
 class _Noting(seams.Observer):
@@ -136,7 +136,7 @@ class _Noting(seams.Observer):
         self.said.append(units)
 
 
-def test_observers_hear_what_extras_tell_until_they_end() -> None:
+def test_observers_are_notified_by_extras_until_they_end() -> None:
     noting = _Noting()
     end = seams.observe(noting)
     seams.called("a function of all ranks")
@@ -200,7 +200,7 @@ class _Looking(seams.Observer):
 
     def launching(self, _: GroupComm, launch: Launch, *__: Any) -> None:
         if launch.kind is LaunchKind.REDUCE:
-            self.look("Plan", launch.sender)
+            self.look("ReducePlan", launch.sender)
 
 
 def _a_step_is_looked_at() -> set[str]:
@@ -214,7 +214,7 @@ def _a_step_is_looked_at() -> set[str]:
     finally:
         for end in ends:
             end()
-    looking.look("_Managed", next(seams.managed_in("test", model)))
+    looking.look("_NamedParam", next(seams.managed_in("test", model)))
     looking.look("_Driver", seams.driver_of([unit]))
     return {*looking.read, *("Unit.forward_number" for number in numbers if number is not None)}
 
@@ -333,12 +333,12 @@ def _driving() -> None:
     gradient = model.inner.weight.grad.full_tensor()
     torch.testing.assert_close(gradient, alone.inner.weight.grad / 2)  # none from the other rank
 
-    event, order = seams.Event, [0, 1, 1, 0]  # the root around the other one
+    event, order = seams.StepEvent, [0, 1, 1, 0]  # the root around the other one
     with torch.no_grad():
         if rank == 0:
             model(x)
         for number, index in enumerate(order if rank else ()):
-            driver.visit(index, event.ENTER if number < 2 else event.LEAVE, 0)
+            driver.visit(index, event.PRE_FORWARD if number < 2 else event.POST_FORWARD, 0)
     assert [each.name for each in driver.modes] == ["REDUCE", "REDUCE"]
 
     undo = driver.scale_gradients(lambda gradient: 2 * gradient)

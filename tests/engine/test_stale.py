@@ -129,7 +129,7 @@ def test_parameters_changed_while_they_are_unsharded_are_gathered_again(
 
 
 @spmd(ranks=2, everywhere=True)
-def test_writes_to_local_tensors_in_a_scope_are_told_and_followed_after_reshard() -> None:
+def test_writes_to_local_tensors_in_a_scope_are_reported_and_followed_after_reshard() -> None:
     """They may be those of one rank, which must not gather alone."""
     model, x = _model()
     weight: Any = model.get_parameter("0.weight")

@@ -34,7 +34,7 @@ class Rows(Tensor):
 
     Attributes:
         outs: what `out` was, in the order of calls.
-        asked: meshes, outer sizes, strides and classes of modules that were told.
+        asked: meshes, outer sizes, strides and classes of modules that were passed.
     """
 
     values: Tensor

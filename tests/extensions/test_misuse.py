@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
 
 
 @spmd(ranks=2)
-def test_a_failure_of_an_empty_shard_before_a_collective_of_its_class_is_told_to_all() -> None:
+def test_a_failure_of_an_empty_shard_before_a_collective_of_its_class_is_reported_to_all() -> None:
     def made(kind: type[Rows]) -> nn.Linear:
         linear = nn.Linear(8, 1)
         linear.weight = nn.Parameter(kind(linear.weight.detach()))
@@ -192,13 +192,13 @@ def test_what_needs_plain_shards_is_refused_by_name() -> None:
     with pytest.raises(AnnotationError, match=r"averages of parameters: .*in a form of their own"):
         average_parameters(model)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
-    spread = nn.Linear(4, 4)
+    distributed = nn.Linear(4, 4)
     local = Rows(torch.ones(2, 4))
-    spread.weight = nn.Parameter(DTensor(local, _spec_of(mesh), requires_grad=False))
+    distributed.weight = nn.Parameter(DTensor(local, _spec_of(mesh), requires_grad=False))
     with pytest.raises(
         AnnotationError, match="around a Rows that is gathered in a form of its own"
     ):
-        fully_shard(spread, mesh=mesh["dp"], sync_module_states="off")
+        fully_shard(distributed, mesh=mesh["dp"], sync_module_states="off")
 
 
 def _spec_of(mesh: Any) -> Any:

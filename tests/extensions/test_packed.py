@@ -263,11 +263,11 @@ def test_evaluation_between_steps_packs_nothing_anew(
 @contextmanager
 def _folder() -> Iterator[Path]:
     """One of all ranks."""
-    told: list[Any] = [None]
+    reported: list[Any] = [None]
     with tempfile.TemporaryDirectory() as own:
-        told = [own]
-        dist.broadcast_object_list(told)
-        yield Path(told[0])
+        reported = [own]
+        dist.broadcast_object_list(reported)
+        yield Path(reported[0])
         dist.barrier()
 
 
@@ -400,10 +400,10 @@ def test_copies_compute_the_same_and_removal_gives_the_class_back(kind: str) -> 
         if not keeps:
             given = None
         _sharded(model)
-        twin = copy.deepcopy(model)
-        assert torch.equal(twin(_inputs()), expected)
-        assert twin[0].base.weight.quant_state is not model[0].base.weight.quant_state
-        for each in (twin, model):
+        clone = copy.deepcopy(model)
+        assert torch.equal(clone(_inputs()), expected)
+        assert clone[0].base.weight.quant_state is not model[0].base.weight.quant_state
+        for each in (clone, model):
             for module in (*each, each):
                 remove(module, fully_shard)
             weight = each[0].base.weight

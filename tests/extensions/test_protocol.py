@@ -138,11 +138,11 @@ class UnflattenedPlain(Rows):
 def test_a_class_that_rebuilds_itself_unlike_torchs_trains_and_is_copied() -> None:
     for kind in (Unflattened, UnflattenedPlain):
         model = _sharded(with_rows(Net(hidden=5), kind))
-        twin = copy.deepcopy(model)
-        for each in (model, twin):
+        clone = copy.deepcopy(model)
+        for each in (model, clone):
             assert type(each.linears()[0].weight._local_tensor) is kind  # type: ignore[union-attr]
         torch.testing.assert_close(_train(model), _alone(Net(Emulated, 5)))
-        torch.testing.assert_close(_train(twin), _alone(Net(Emulated, 5)))
+        torch.testing.assert_close(_train(clone), _alone(Net(Emulated, 5)))
         remove(model, fully_shard)
         assert type(model.linears()[0].weight.data) is kind
 
@@ -212,7 +212,7 @@ def test_hybrid_trains_as_one_process_and_tells_the_dimension_of_shards() -> Non
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         Rows.asked = []
         model = _sharded(with_rows(Net(hidden=5)), mesh=mesh)
-        assert all(told[0].get_group() == mesh.get_group(1) for told in Rows.asked)
+        assert all(reported[0].get_group() == mesh.get_group(1) for reported in Rows.asked)
         torch.testing.assert_close(_train(model), _alone(Net(Emulated, 5)))
 
 
@@ -236,7 +236,7 @@ def test_they_may_be_on_another_mesh_than_the_rest_of_their_unit() -> None:
 
 
 @spmd(ranks=2)
-def test_the_protocol_is_told_of_the_parameter_and_fills_one_tensor() -> None:
+def test_the_protocol_is_given_the_parameter_and_fills_one_tensor() -> None:
     Rows.outs, Rows.asked = [], []
     model = _sharded(with_rows(Net(hidden=5)), reshard_after_forward=True)
     assert Rows.outs == [None] * 4  # once when annotated

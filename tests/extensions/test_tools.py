@@ -77,16 +77,16 @@ def _compile() -> None:
 
 def _stream_and_export() -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
+    reported = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(reported)
     model = _sharded(with_rows(Net(hidden=5)))
     seen = Streamed()
     streamed = dict(stream_full(model, since=seen))
     assert not any(isinstance(each, Rows) for each in streamed.values())
     _same(streamed, Net(hidden=5))
     assert not list(stream_full(model, since=seen))
-    export(model, f"{told[0]}/out")
-    _same(safetensors.load_file(f"{told[0]}/out/model.safetensors"), Net(hidden=5))
+    export(model, f"{reported[0]}/out")
+    _same(safetensors.load_file(f"{reported[0]}/out/model.safetensors"), Net(hidden=5))
 
 
 def _join() -> None:

@@ -226,9 +226,9 @@ def test_4_bit_weights_are_streamed_if_they_changed_and_exported_as_what_they_st
     for kind in ("shards", "replicas"):
         model, seen = _adapted(128), Streamed()
         _ANNOTATED[kind](model)
-        told = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(told)
-        folder = Path(told[0])
+        reported = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(reported)
+        folder = Path(reported[0])
         assert len(list(stream_full(model, since=seen))) == 4
         assert not list(stream_full(model, since=seen))
         state = {"0.weight": _adapted(128)[2].weight.detach()}
@@ -267,10 +267,10 @@ def test_one_rank_edits_4_bit_weights_and_adapters_for_all(kind: str) -> None:
 @spmd(ranks=2)
 def test_copies_of_4_bit_weights_share_no_memory() -> None:
     model, x = _annotate(fully_shard, _adapted(64)), torch.randn(4, 128)
-    before, twin = model(x), copy.deepcopy(model)
+    before, clone = model(x), copy.deepcopy(model)
     other = _adapted(64)
     for name, value in other.state_dict().items():
         other.load_state_dict({name: value.to(torch.float32) * 3.0}, strict=False)
-    twin.load_state_dict(other.state_dict())
-    assert not torch.equal(twin(x), before)
+    clone.load_state_dict(other.state_dict())
+    assert not torch.equal(clone(x), before)
     torch.testing.assert_close(model(x), before, rtol=0, atol=0)

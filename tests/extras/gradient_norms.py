@@ -77,7 +77,7 @@ class GradientNorms(seams.Observer):
         ]
 
     def close(self) -> None:
-        """Hear nothing from now on."""
+        """Observe nothing from now on."""
         for end in self._ends:
             end()
         self._ends = []

@@ -130,7 +130,7 @@ def test_a_model_that_takes_no_tokens_is_refused_in_a_line_or_forecast_by_inputs
         assert f"{what} takes no input_ids: say by --inputs" in said
         assert said.count("\n") == 1
         example = said.partition("e.g. ")[2].partition(". It takes")[0].split()
-        assert main([*command, *example]) == 0  # as it is told
+        assert main([*command, *example]) == 0  # as it is asked to
         assert f"a rank's batch: {batch}\n" in capsys.readouterr().out
     # the dtype that parameters have
     assert main(["forecast", f"{HERE}:Pixels", "--ranks", "2", "--inputs", "pixels=2x3x8x8"]) == 0
@@ -190,8 +190,8 @@ def test_a_suggestion_ends_and_says_what_it_has_not_tried(
     config: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*config("bert"), "--tokens", "32", "--suggest"]) == 0
-    told = capsys.readouterr()
-    *_, last = told.out.splitlines()
+    printed = capsys.readouterr()
+    *_, last = printed.out.splitlines()
     assert last == (
         "not tried: tensor parallel, for which the model has no plan (tp_plan=); pipelines, an"
         " offload_policy, and other batches"

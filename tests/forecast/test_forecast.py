@@ -180,7 +180,7 @@ def recomputed_in_half(model: nn.Module, mesh: DeviceMesh) -> None:
     half(model, mesh)
 
 
-def spread(model: nn.Module, mesh: DeviceMesh) -> None:
+def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
@@ -191,7 +191,7 @@ def spread(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, policy={Block}, mesh=mesh["dp"])
 
 
-def spread_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
+def distribute_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     cut = Shard(1)
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=cut),
@@ -221,8 +221,8 @@ ANNOTATE: dict[str, tuple[Callable[..., None], dict[int, dict[str, int]]]] = {
     "7B, half, recomputed": (recomputed_in_half, {2: {"ranks": 2}}),
     "tied, clipped": (sharded, {2: {"ranks": 2}}),
     "tied, replicated": (replicated, {2: {"ranks": 2}}),
-    "tensor parallel": (spread, {4: {"dp": 2, "tp": 2}}),
-    "sequence parallel": (spread_sequences, {4: {"dp": 2, "tp": 2}}),
+    "tensor parallel": (distribute, {4: {"dp": 2, "tp": 2}}),
+    "sequence parallel": (distribute_sequences, {4: {"dp": 2, "tp": 2}}),
     "offloaded": (on_the_host, {2: {"ranks": 2}}),
 }
 CASES = [(name, ranks) for name, (_, meshes) in ANNOTATE.items() for ranks in meshes]
@@ -304,7 +304,7 @@ def real_step(name: str, sizes: dict[str, int]) -> tuple[list[Any], int, int]:
     return seen, peak, sum(trace.totals[0])
 
 
-def told(name: str, ranks: int, device: str = "cpu", **options: Any) -> Forecast:
+def forecast_for(name: str, ranks: int, device: str = "cpu", **options: Any) -> Forecast:
     annotate, meshes = ANNOTATE[name]
     make = partial(model_of, name)
     options |= {"mesh": meshes.get(ranks), "device": device, "optimizer": optimizer_of(name)}
@@ -317,7 +317,7 @@ def test_messages_are_those_of_a_real_run_and_memory_is_within_a_percent(
     pool: Pool, name: str, ranks: int
 ) -> None:
     seen, peak, rests = pool.run(ranks, real_step, name, ANNOTATE[name][1][ranks])[0]
-    found = told(name, ranks)
+    found = forecast_for(name, ranks)
     counts: dict[tuple[str, str, int], list[int]] = {}
     for kind, label, size, nbytes in seen:
         unit = label.partition("of unit '")[2].partition("'")[0]
@@ -334,7 +334,7 @@ def test_messages_are_those_of_a_real_run_and_memory_is_within_a_percent(
 
 
 def test_a_table_says_whether_it_fits_where_the_peak_is_and_what_is_sent() -> None:
-    found = told("sharded", 4, device="h100")
+    found = forecast_for("sharded", 4, device="h100")
     said = str(found)
     assert said.startswith(
         "Decoder, 355,258 parameters in float32, AdamW with state in float32; a rank's batch:"
@@ -396,7 +396,7 @@ def test_the_first_line_says_what_is_forecast(
     assert str(found).splitlines()[0] == said
 
 
-def test_amounts_are_told_in_units_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amounts_are_reported_in_units_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     small = forecast(lambda: nn.Linear(4, 4), fully_shard, lambda: torch.zeros(2, 4), ranks=2)
     assert re.search(r"^peak of memory +\d+\.\d KiB", str(small), re.M)
     assert not re.search(r"^step +0.0 ms", str(small), re.M)
@@ -446,7 +446,9 @@ def test_tied_weights_count_once(annotate: Any) -> None:
 
 
 def test_what_saves_memory_costs_what_it_costs() -> None:
-    plain, kept, recomputed = (told(n, 2, device="h100") for n in ("sharded", "kept", "recomputed"))
+    plain, kept, recomputed = (
+        forecast_for(n, 2, device="h100") for n in ("sharded", "kept", "recomputed")
+    )
     assert kept.peak > plain.peak > recomputed.peak
     assert kept.messages < plain.messages == recomputed.messages
     assert recomputed.computing > plain.computing
@@ -525,13 +527,13 @@ def test_code_to_paste_does_what_was_forecast(plan: Plan) -> None:
     def pasted(model: nn.Module) -> None:
         exec(plan.code(4, "cpu"), {"model": model, "tp_plan": STYLES})
 
-    # one that is told its mesh makes none
+    # one that is given its mesh makes none
     options_of_code = options if len(plan.mesh(4)) == 1 else {"ranks": 4}
-    told = forecast(Decoder, plan.annotate, large_batch, **options)
+    reported = forecast(Decoder, plan.annotate, large_batch, **options)
     found = forecast(Decoder, pasted, large_batch, **options_of_code)
-    assert {**told.to_dict(), "mesh": None} == {**found.to_dict(), "mesh": None}
+    assert {**reported.to_dict(), "mesh": None} == {**found.to_dict(), "mesh": None}
     if plan.offloaded:
-        assert told.on_host > 1 << 20
+        assert reported.on_host > 1 << 20
 
 
 def large_batch() -> Tensor:
@@ -540,12 +542,12 @@ def large_batch() -> Tensor:
 
 
 def test_a_suggestion_fits_and_is_code() -> None:
-    roomy = suggest(Decoder, batch, ranks=2)
-    assert roomy.plan.half
-    assert not roomy.plan.recomputed
-    tight = suggest(Decoder, batch, ranks=2, memory=int(roomy.forecast.peak * 0.8))
-    assert tight.forecast.peak <= roomy.forecast.peak * 0.8
-    assert tight.forecast.seconds >= roomy.forecast.seconds
+    ample = suggest(Decoder, batch, ranks=2)
+    assert ample.plan.half
+    assert not ample.plan.recomputed
+    tight = suggest(Decoder, batch, ranks=2, memory=int(ample.forecast.peak * 0.8))
+    assert tight.forecast.peak <= ample.forecast.peak * 0.8
+    assert tight.forecast.seconds >= ample.forecast.seconds
     assert tight.code == tight.plan.code(2)
     with pytest.raises(ForecastError, match="nothing that was tried fits into"):
         suggest(Decoder, batch, ranks=2, memory=1000)
@@ -807,7 +809,7 @@ def next_stage(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-def test_a_message_to_another_rank_is_told() -> None:
+def test_a_message_to_another_rank_is_reported() -> None:
     found = forecast(Decoder, ANNOTATE["sharded"][0], batch, ranks=2, loss=next_stage)
     sent = [each for each in found.collectives if each.kind == "send"]
     assert sent == [Collective("send", "(root)", "", 2, 1, 4)]
@@ -933,7 +935,9 @@ def test_the_face_of_fsdp2_is_forecast() -> None:
     found = forecast(Decoder, by_the_face, batch, ranks=2)
     # two gathers and a reduction of each of three blocks, one gather and a reduction of the root
     assert found.messages == 3 * 3 + 2
-    assert sum(found.at_rest.values()) == sum(told("sharded", 2, device="h100").at_rest.values())
+    assert sum(found.at_rest.values()) == sum(
+        forecast_for("sharded", 2, device="h100").at_rest.values()
+    )
 
 
 class Experts(nn.Module):
@@ -973,19 +977,19 @@ def test_tensors_larger_than_the_memory_of_this_computer_are_forecast() -> None:
     assert not found.fits
 
 
-def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["composable.extras.forecast.forecast"], "PACE", 0.0)
     said: list[str] = []
-    told("sharded", 2, progress=said.append)
+    forecast_for("sharded", 2, progress=said.append)
     assert said[0].startswith("step 1 of 2, forward")
     assert "step 2 of 2, backward of unit 'layers.0'" in said
     assert said[-1] == "step 2 of 2, optimizer"
 
 
-def test_a_process_with_a_group_is_told_to_use_another_one(pool: Pool) -> None:
+def test_a_process_with_a_group_is_asked_to_use_another_one(pool: Pool) -> None:
     pool.run(1, refused_with_a_group)
 
 
 def refused_with_a_group() -> None:
     with pytest.raises(ForecastError, match="this process has a process group already"):
-        told("sharded", 2)
+        forecast_for("sharded", 2)

@@ -123,10 +123,10 @@ def test_each_kind_of_plan_trains_as_pasted(pool: Pool, name: str, ranks: int, h
 def test_what_is_suggested_trains_as_pasted(pool: Pool, name: str, ranks: int) -> None:
     styles = STYLES if name == "a plan of torch's" else None
     ask = partial(suggest, MODELS[name], _batch, ranks=ranks, half=False, tp_plan=styles)
-    roomy = ask()
-    device = roomy.forecast.device
-    tried = sorted(each.peak for each in roomy.comparison.forecasts.values())
-    found = [roomy]
+    ample = ask()
+    device = ample.forecast.device
+    tried = sorted(each.peak for each in ample.comparison.forecasts.values())
+    found = [ample]
     for peak in (tried[0], tried[len(tried) // 2]):  # what takes least, and half of what was tried
         found.append(ask(memory=(peak + 1) / (1 - device.margin)))
     codes = {each.plan.code(ranks, "cpu"): each.plan.tp for each in found}
@@ -149,17 +149,17 @@ def test_tensor_parallel_steps_count_for_as_many_rows() -> None:
 
 
 def test_ranks_that_do_not_divide_a_model_are_not_proposed() -> None:
-    told: list[str] = []
-    found = suggest(partial(Decoder, 11), _batch, ranks=4, tp_plan=MLP, progress=told.append)
+    reported: list[str] = []
+    found = suggest(partial(Decoder, 11), _batch, ranks=4, tp_plan=MLP, progress=reported.append)
     assert "tensor parallel over 2" in " ".join(found.comparison.forecasts)
-    (said,) = [line for line in told if "does not run" in line]
+    (said,) = [line for line in reported if "does not run" in line]
     assert said == (
         "fully_shard, tensor parallel over 4, bf16 does not run: suggest: 4 ranks do not divide"
         " 'up.weight', (22, 11)"
     )
 
 
-def test_a_model_without_a_plan_is_not_spread() -> None:
+def test_a_model_without_a_plan_is_not_distributed() -> None:
     found = suggest(Decoder, _batch, ranks=4)
     assert not any("tensor" in name for name in found.comparison.forecasts)
     with pytest.raises(ForecastError):

@@ -77,7 +77,7 @@ def batch() -> Tensor:
     return torch.zeros(ROWS, TOKENS[1], dtype=torch.int64)
 
 
-def told(name: str = "sharded", schedule: str = "1F1B", **options: Any) -> Pipeline:
+def forecast_for(name: str = "sharded", schedule: str = "1F1B", **options: Any) -> Pipeline:
     given: dict[str, Any] = {"device": "cpu", "mesh": MESH, "micro_batches": MICRO, "loss": loss_of}
     given |= {"make_target": batch, **options}
     make = partial(part, stages=given["mesh"]["pp"])
@@ -165,7 +165,7 @@ def test_stages_send_and_take_what_a_real_schedule_does(
 ) -> None:
     real = pool.run(4, real_step, name, schedule, install, stages)
     with installed() if install else nullcontext():
-        found = told(name, schedule, mesh={"pp": stages, "dp": 4 // stages})
+        found = forecast_for(name, schedule, mesh={"pp": stages, "dp": 4 // stages})
     for index, stage in enumerate(found.stages):
         seen, peak = real[index * 4 // stages]  # of its first rank
         sent: dict[tuple[str, str, int], tuple[int, int]] = {}
@@ -187,7 +187,7 @@ def test_a_stage_keeps_the_micro_batches_that_the_schedule_has_in_flight() -> No
     by_turns, at_once = (
         [
             stage.at_peak["activations, temporaries"]
-            for stage in told(schedule=each, mesh=mesh).stages
+            for stage in forecast_for(schedule=each, mesh=mesh).stages
         ]
         for each in ("1F1B", "GPipe")
     )
@@ -199,7 +199,7 @@ def test_a_stage_keeps_the_micro_batches_that_the_schedule_has_in_flight() -> No
 
 def timed(schedule: str, forwards: tuple[float, ...], backwards: tuple[float, ...]) -> Pipeline:
     """Stages that do nothing else."""
-    one = told(mesh={"pp": 1, "dp": 1}).stages[0]
+    one = forecast_for(mesh={"pp": 1, "dp": 1}).stages[0]
     stages = tuple(
         replace(one, seconds=MICRO * sum(each)) for each in zip(forwards, backwards, strict=True)
     )
@@ -229,11 +229,11 @@ def test_a_step_goes_on_after_the_last_backward() -> None:
     assert replace(found, stages=(found.stages[0], later)).seconds == found.seconds + 7
 
 
-# --- what is told -------------------------------------------------------------------------------
+# --- what is said -------------------------------------------------------------------------------
 
 
 def test_a_table_names_the_stage_that_needs_the_most_and_those_that_do_not_fit() -> None:
-    found = told(device="h100", mesh={"pp": 3, "dp": 4})
+    found = forecast_for(device="h100", mesh={"pp": 3, "dp": 4})
     assert found.largest == max(range(3), key=lambda index: found.stages[index].peak)
     lines = str(found).splitlines()
     assert lines[0] == "1F1B, 6 micro-batches on H100, 3 pp x 4 dp: fits"
@@ -242,7 +242,7 @@ def test_a_table_names_the_stage_that_needs_the_most_and_those_that_do_not_fit()
     ]
     assert f"the bubble is {found.bubble:.0%}" in lines[5]
     small = replace(found.stages[0].device, capacity=found.stages[found.largest].peak)
-    lacking = told(device=small, mesh={"pp": 3, "dp": 4})
+    lacking = forecast_for(device=small, mesh={"pp": 3, "dp": 4})
     assert not lacking.fits
     assert "DOES NOT FIT" in str(lacking)
     assert "the most memory, does not fit" in str(lacking)
@@ -253,7 +253,7 @@ def test_a_table_names_the_stage_that_needs_the_most_and_those_that_do_not_fit()
 
 def test_messages_between_nodes_take_longer() -> None:
     def passing(dp: int) -> float:
-        spans = told(device="h100", mesh={"pp": 2, "dp": dp}).stages[0].streams
+        spans = forecast_for(device="h100", mesh={"pp": 2, "dp": dp}).stages[0].streams
         return max(span.end - span.start for span in spans if span.stream == "send")
 
     assert passing(8) > passing(4)  # the second stage is on the same node, or on the next
@@ -289,13 +289,13 @@ def test_stages_of_several_tensors_without_an_annotation_and_a_loss_are_forecast
 def test_progress_names_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["composable.extras.forecast.forecast"], "PACE", 0.0)
     said: list[str] = []
-    told(progress=said.append)
+    forecast_for(progress=said.append)
     assert "stage 1, step 2 of 2, backward of unit '0'" in said
     assert said[-1] == "stage 1, step 2 of 2, optimizer"
 
 
 def test_tensor_parallel_stages_are_forecast() -> None:
-    def spread(stage: nn.Module, mesh: DeviceMesh) -> None:
+    def distribute(stage: nn.Module, mesh: DeviceMesh) -> None:
         plan: dict[str, Any] = {}
         for name, module in stage.named_children():
             if isinstance(module, Block):
@@ -303,9 +303,9 @@ def test_tensor_parallel_stages_are_forecast() -> None:
         parallelize_module(stage, mesh["tp"], plan)
         fully_shard(stage, mesh=mesh["dp"], policy={Block})
 
-    whole = told(mesh={"pp": 2, "dp": 2})
+    whole = forecast_for(mesh={"pp": 2, "dp": 2})
     found = forecast_stages(
-        part, spread, batch, mesh={"pp": 2, "dp": 2, "tp": 2}, micro_batches=MICRO,
+        part, distribute, batch, mesh={"pp": 2, "dp": 2, "tp": 2}, micro_batches=MICRO,
         loss=loss_of, make_target=batch, device="cpu",
     )  # fmt: skip
     for less, more in zip(found.stages, whole.stages, strict=True):

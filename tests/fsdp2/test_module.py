@@ -254,17 +254,17 @@ def test_a_module_that_forwards_names_to_its_child_has_methods_of_its_own() -> N
 def test_a_copy_has_working_methods_of_its_own() -> None:
     model = _sharded()
     model.set_requires_gradient_sync(False)
-    twin = copy.deepcopy(model)
-    assert isinstance(twin, FSDPModule)
-    for each in (model, twin):
+    clone = copy.deepcopy(model)
+    assert isinstance(clone, FSDPModule)
+    for each in (model, clone):
         each(_batch()).sum().backward()
-    placements = [str(each[0].weight.grad.placements) for each in (model, twin)]
+    placements = [str(each[0].weight.grad.placements) for each in (model, clone)]
     assert placements == ["(Partial(avg),)", "(Shard(dim=0),)"]  # a copy is in no scope
-    twin[0].unshard()
-    assert type(twin[0].weight) is nn.Parameter
+    clone[0].unshard()
+    assert type(clone[0].weight) is nn.Parameter
     assert isinstance(model[0].weight, DTensor)
-    remove(twin, fully_shard)
-    assert _methods(twin) == []
+    remove(clone, fully_shard)
+    assert _methods(clone) == []
     assert len(_methods(model)) == len(NAMES)
 
 
@@ -273,9 +273,9 @@ def test_pickling_a_replicated_module_is_as_before() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     replicate(model[0])
     fully_shard(model[1])
-    twin = pickle.loads(pickle.dumps(model[0]))
-    assert type(twin) is nn.Linear
-    assert _methods(twin) == []
+    clone = pickle.loads(pickle.dumps(model[0]))
+    assert type(clone) is nn.Linear
+    assert _methods(clone) == []
     with pytest.raises(ComposableError, match="cannot be pickled"):
         pickle.dumps(model[1].unshard)
 

@@ -45,7 +45,7 @@ FEATURES: Final = (
     "skips",  # ranks and steps that do not call a replicated unit
     "events",  # what one rank does by itself between steps
     "scopes",  # ... and what each rank does in a scope that all ranks open
-    "tensor",  # layers spread over a tensor-parallel dimension
+    "tensor",  # layers distributed over a tensor-parallel dimension
     "bytes",  # weights with FSDP2's extension protocol, which are sent as bytes
 )
 SKIP: Final = "skip"
@@ -108,7 +108,7 @@ class Part:
     unit: Unit | None = None
     checkpoint: bool = False
     sparse: bool = False  # lookups of a table
-    form: str = ""  # of a layer's weight: "columns" or "rows" are spread, "bytes" are sent
+    form: str = ""  # of a layer's weight: "columns" or "rows" are distributed, "bytes" are sent
     inside: tuple[Part, ...] = ()
 
     def everything(self) -> Iterator[Part]:
@@ -378,7 +378,7 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
 
 
 def _with_forms(plan: Plan, draw: _Draw) -> Plan:
-    """A plan with layers that are spread over the tensor-parallel dimension, or sent as bytes."""
+    """A plan with layers distributed over the tensor-parallel dimension, or sent as bytes."""
     # what is sent in a form of its own cannot be kept over a number of ranks
     can_send = all(unit.reshard in (True, False, None) for unit in plan.units)
     sends = plan.consists_of == SHARDS and can_send and draw.may("bytes", 0.3)
@@ -396,8 +396,10 @@ def _with_events(plan: Plan, draw: _Draw) -> Iterator[Op]:
     """The operations of a plan, and events at its start and between its steps."""
     held = any(op.kind == "backward" and op.how for op in plan.ops)
     rounded = any(part.form == "bytes" for each in plan.parts for part in each.everything())
-    spread = plan.tensor > 1
-    legal = events_of(plan.consists_of, unused=True, spread=spread, held=held, rounded=rounded)
+    distributed = plan.tensor > 1
+    legal = events_of(
+        plan.consists_of, unused=True, distributed=distributed, held=held, rounded=rounded
+    )
     scopes = [name for name in legal if EVENTS[name][1] == GATHERED]
     # A part that is a root of its own, before a constant, is given up: a rank that goes on in
     # evaluation mode still counts it (docs/failures.md).

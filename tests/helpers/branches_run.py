@@ -223,7 +223,7 @@ def units_of(model: nn.ModuleDict, plan: Plan) -> Iterator[tuple[list[nn.Module]
         yield list(model.values()), plan.roots[0].unit
 
 
-def _spread(model: nn.ModuleDict, tensor: DeviceMesh) -> None:
+def _distribute(model: nn.ModuleDict, tensor: DeviceMesh) -> None:
     """Layers over the tensor-parallel dimension."""
     styles = {
         "columns": lambda: ColwiseParallel(output_layouts=Replicate()),
@@ -243,7 +243,7 @@ def annotate(model: nn.ModuleDict, plan: Plan, mesh: DeviceMesh | None) -> None:
     data = None
     if plan.tensor > 1:
         assert mesh is not None
-        _spread(model, mesh["tensor"])
+        _distribute(model, mesh["tensor"])
         data = mesh["data"]
     for modules, unit in units_of(model, plan):
         target: Any = modules if len(modules) > 1 else modules[0]

@@ -45,20 +45,20 @@ def nothing_replicated(model: nn.Module, case: Case) -> list[nn.Module]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """All of a tensor, however it is spread; collective."""
+    """All of a tensor, however it is distributed; collective."""
     return all_full([tensor])[0]
 
 
 def all_full(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """All of each tensor, however it is spread; one collective for those that the same ranks have
-    shards of.
+    """All of each tensor, however it is distributed; one collective for those that the same ranks
+    have shards of.
 
     What `full_tensor` does, by a collective that is waited for where it is called. The functional
     ones of torch 2.13 spoil the heap over gloo about once in a million calls (`all_gather_tensor`
     in a loop, in one process, is enough); tests make many.
     """
     whole: dict[int, Tensor] = {}
-    together: dict[tuple[dist.ProcessGroup, torch.device], list[_Spread]] = {}
+    together: dict[tuple[dist.ProcessGroup, torch.device], list[_Sharded]] = {}
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, DTensor):
             whole[index] = tensor.detach().clone()
@@ -75,15 +75,15 @@ def all_full(tensors: Sequence[Tensor]) -> list[Tensor]:
             continue
         place, dim = cuts[0]
         together.setdefault((tensor.device_mesh.get_group(place), tensor.device), []).append(
-            _Spread(index, tensor, dim)
+            _Sharded(index, tensor, dim)
         )
-    for (group, _), spread in together.items():
-        whole |= _gathered(group, spread)
+    for (group, _), distributed in together.items():
+        whole |= _gathered(group, distributed)
     return [whole[index] for index in range(len(tensors))]
 
 
 @dataclass(frozen=True)
-class _Spread:
+class _Sharded:
     """A tensor that is cut along one dimension, and its place in a list."""
 
     index: int
@@ -107,9 +107,9 @@ class _Spread:
         )
 
 
-def _gathered(group: dist.ProcessGroup, spread: Sequence[_Spread]) -> dict[int, Tensor]:
+def _gathered(group: dist.ProcessGroup, distributed: Sequence[_Sharded]) -> dict[int, Tensor]:
     ranks = group.size()
-    sent = [each.padded(ranks) for each in spread]
+    sent = [each.padded(ranks) for each in distributed]
     message = torch.cat([shard.flatten().view(torch.uint8) for shard in sent])
     messages = [torch.empty_like(message) for _ in range(ranks)]
     dist.all_gather(messages, message, group=group)
@@ -118,7 +118,7 @@ def _gathered(group: dist.ProcessGroup, spread: Sequence[_Spread]) -> dict[int, 
         each.index: each.joined(
             [pieces[number].clone().view(shard.dtype).view(shard.shape) for pieces in of_ranks]
         )
-        for number, (each, shard) in enumerate(zip(spread, sent, strict=True))
+        for number, (each, shard) in enumerate(zip(distributed, sent, strict=True))
     }
 
 

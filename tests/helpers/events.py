@@ -98,7 +98,7 @@ def events_of(
     kind: str,
     *,
     unused: bool = False,
-    spread: bool = False,
+    distributed: bool = False,
     held: bool = False,
     rounded: bool = False,
 ) -> list[str]:
@@ -106,7 +106,7 @@ def events_of(
 
     Args:
         unused: steps may leave parameters out. Zeros in place of no gradient are another step then.
-        spread: parameters are tensor-parallel. Torch's anomaly mode has no rule for DTensors.
+        distributed: parameters are tensor-parallel. Torch's anomaly mode has no rule for DTensors.
         held: gradients that are reduced may be there when more come under `no_sync`, which is
             refused of parameters with tensor hooks.
         rounded: modules compute with rounded weights, which a scope shows around a step.
@@ -114,7 +114,7 @@ def events_of(
     left_out = [
         *(_SHOWN_IN_A_STEP if rounded else []),
         *(["gradients_set_to_zeros"] if unused else []),
-        *(["anomaly mode"] if spread else []),
+        *(["anomaly mode"] if distributed else []),
         *(["tensor_hooks_of_parameters"] if held else []),
     ]
     return [name for name, (_, of) in EVENTS.items() if kind in of and name not in left_out]

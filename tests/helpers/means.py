@@ -30,7 +30,7 @@ class Parts(nn.Module):
         return x
 
 
-def twins(
+def copies(
     make: Callable[[], Any], annotate: Callable[..., object] = replicate, **options: Any
 ) -> tuple[Any, Any]:
     """A plain model and the same one annotated."""

@@ -1,5 +1,5 @@
 """Meshes over all ranks, made once for all tests in a default process group: each new one makes
-groups, and new default groups make torch forget how it spreads the operations of DTensors, which
+groups, and new default groups make torch forget how it distributes operations of DTensors, which
 takes longer than most tests.
 """
 

@@ -102,7 +102,7 @@ def make_model(dtype: torch.dtype = torch.float64) -> Model:
     return Model().to(current_device(), dtype)
 
 
-def twins(mix: str) -> tuple[Model, Model]:
+def copies(mix: str) -> tuple[Model, Model]:
     """A plain model, and the same one annotated."""
     models = make_model(), make_model()
     MIXES[mix](models[1])
@@ -230,7 +230,7 @@ def train(plain: Model, mixed: Model, spec: UnitSpec, steps: int = 4) -> None:
 
 def train_all(mix: str) -> None:
     for name, spec in RECIPES.items():
-        plain, mixed = twins(mix)
+        plain, mixed = copies(mix)
         assert "plain" not in kinds(mixed)
         try:
             train(plain, mixed, spec)

@@ -26,7 +26,7 @@ SERVES: Final = "tests.helpers.worker"
 
 @dataclass(frozen=True)
 class Settings:
-    """What every worker of a pool is told at its start."""
+    """What every worker of a pool is given at its start."""
 
     index: int
     log: str
@@ -59,26 +59,26 @@ class Rank:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._parent.control.poll(left):
                 return None
-            self._hear()
+            self._note()
         return self._exit_code
 
-    def _hear(self) -> None:
+    def _note(self) -> None:
         """First the process's number comes, then how it ended."""
         try:
-            told = self._parent.control.recv()
+            reported = self._parent.control.recv()
         except (EOFError, ConnectionResetError):  # what it was to be forked from has ended
             self._exit_code = self._parent.end()
             return
         if self._pid is None:
-            self._pid = told
+            self._pid = reported
         else:
-            self._exit_code = told
+            self._exit_code = reported
 
     def kill(self) -> None:
         """Afterwards it has ended."""
         self.connection.close()
         while self._pid is None and self._exit_code is None:
-            self._hear()
+            self._note()
         if not self.has_ended():
             assert self._pid is not None
             os.kill(self._pid, signal.SIGKILL)
@@ -150,7 +150,7 @@ class Parent:
 
 
 def fork_ranks(control: Connection, prepares: bool) -> None:
-    """Fork a rank whenever told to, and tell its number and how it ended. Entry point of a spawned
+    """Fork a rank whenever asked to, and tell its number and how it ended. Entry point of a spawned
     process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when processes end

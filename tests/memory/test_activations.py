@@ -160,5 +160,5 @@ def test_a_write_to_a_saved_tensor_raises_with_the_name_of_the_module(
 
 
 def test_a_bracket_can_be_pickled() -> None:
-    twin = pickle.loads(pickle.dumps(OffloadBracket(5, True, "Block 'layers.0'")))
-    assert (twin.min_bytes, twin.pin_memory, twin.name) == (5, True, "Block 'layers.0'")
+    clone = pickle.loads(pickle.dumps(OffloadBracket(5, True, "Block 'layers.0'")))
+    assert (clone.min_bytes, clone.pin_memory, clone.name) == (5, True, "Block 'layers.0'")

@@ -1,5 +1,5 @@
-"""A small mixture of experts as Mixtral: each token goes to two of the experts, which are spread
-over ranks; tokens travel by all-to-all.
+"""A small mixture of experts as Mixtral: each token goes to two of the experts, which are
+distributed over ranks; tokens travel by all-to-all.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class Mixtral(nn.Module):
         return self.head(x)
 
 
-def spread_experts(model: Any, ep: DeviceMesh) -> None:
+def distribute_experts(model: Any, ep: DeviceMesh) -> None:
     """Each rank of `ep` has some of the experts."""
     for block in model.blocks:
         block.ep = ep
         for name, parameter in block.experts.named_parameters():
-            spread = distribute_tensor(parameter.detach(), ep, [Shard(0)])
-            setattr(block.experts, name, nn.Parameter(spread))
+            distributed = distribute_tensor(parameter.detach(), ep, [Shard(0)])
+            setattr(block.experts, name, nn.Parameter(distributed))

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from composable import fully_shard
 from tests.meshes import test_context_parallel
-from tests.meshes.mixtral import Mixtral, spread_experts
+from tests.meshes.mixtral import Mixtral, distribute_experts
 from tests.tensor_parallel.models import GPT, VOCABULARY, WIDTH, made, mesh_of, parallelize_gpt
 
 
@@ -43,7 +43,7 @@ class Program:
     def blocks(self, model: Any) -> Any:
         return model.blocks
 
-    def spread(self, model: Any) -> None:
+    def distribute(self, model: Any) -> None:
         if not self.compiled:
             parallelize_gpt(model, self.mesh["tp"])
             return
@@ -54,7 +54,7 @@ class Program:
             parallelize_module(block, self.mesh["tp"], plan)
 
     def annotate(self, model: Any, verb: Callable[..., Any], **options: Any) -> None:
-        self.spread(model)
+        self.distribute(model)
         for block in self.blocks(model):
             verb(block, mesh=self.dp, **options)
         verb(model, mesh=self.dp, **options)
@@ -103,7 +103,7 @@ class Llama(Program):
     def blocks(self, model: Any) -> Any:
         return model.model.layers
 
-    def spread(self, model: Any) -> None:
+    def distribute(self, model: Any) -> None:
         plan: dict[str, Any] = {f"self_attn.{each}_proj": ColwiseParallel() for each in "qkv"}
         plan |= {f"mlp.{each}_proj": ColwiseParallel() for each in ("gate", "up")}
         plan |= {each: RowwiseParallel() for each in ("self_attn.o_proj", "mlp.down_proj")}
@@ -127,7 +127,7 @@ class Experts(Program):
         return made(Mixtral)
 
     def annotate(self, model: Any, verb: Callable[..., Any], **options: Any) -> None:
-        spread_experts(model, self.mesh["ep"])
+        distribute_experts(model, self.mesh["ep"])
         mean = {"grad_reduce": 4.0} if verb is fully_shard else {}  # tokens of all ranks
         for block in model.blocks:
             verb(block.experts, mesh=self.mesh["efsdp"], **mean, **options)
@@ -155,7 +155,7 @@ class Context(Program):
     def blocks(self, model: Any) -> Any:
         return list(model)
 
-    def spread(self, model: Any) -> None:
+    def distribute(self, model: Any) -> None:
         pass
 
     def backward(self, model: Any, number: int, *, alone: bool = False) -> Tensor:

@@ -34,7 +34,7 @@ from composable.errors import MeshError
 from composable.fsdp2 import fully_shard as face
 from tests.helpers.refusals import refused
 from tests.helpers.world import spmd
-from tests.meshes.mixtral import Experts, Mixtral, MoE, spread_experts
+from tests.meshes.mixtral import Experts, Mixtral, MoE, distribute_experts
 from tests.meshes.test_dims import Dims
 from tests.tensor_parallel.models import (
     MLP,
@@ -54,7 +54,7 @@ _TORCHS: Final[Any] = import_module("torch.distributed.fsdp._fully_shard._fsdp_c
 
 
 def _as_units(model: Any, mesh: DeviceMesh, **options: Any) -> None:
-    spread_experts(model, mesh["ep"])
+    distribute_experts(model, mesh["ep"])
     for block in model.blocks:
         # tokens of all four ranks come to the experts, which two ranks share
         fully_shard(block.experts, mesh=mesh["efsdp"], grad_reduce=4.0, **options)
@@ -62,7 +62,7 @@ def _as_units(model: Any, mesh: DeviceMesh, **options: Any) -> None:
 
 
 def _as_parameters(model: Any, mesh: DeviceMesh, torchs: bool = False, **options: Any) -> None:
-    spread_experts(model, mesh["ep"])
+    distribute_experts(model, mesh["ep"])
     theirs: Any = Shard(0), mesh["efsdp"]
     rest: Any = None
     if torchs:  # as torchtitan calls it, with the unit's own mesh for the rest
@@ -188,7 +188,7 @@ def test_experts_train_as_with_fsdp2_in_bf16_too() -> None:
         options = {} if policy is None else {"mp_policy": policy}
         other: Any = made(Mixtral).float()
         models = [copy.deepcopy(other) for _ in range(2)]
-        spread_experts(other, mesh["ep"])
+        distribute_experts(other, mesh["ep"])
         for block in other.blocks:
             fsdp2(block.experts, mesh=mesh["efsdp"], **options)
             fsdp2(block, mesh=dp, **options)
@@ -246,7 +246,7 @@ def test_experts_are_over_ranks_that_are_tensor_parallel_elsewhere(
     alone: Any = copy.deepcopy(model)
     parallelize_mlp(model.mlp, tp)
     model.blocks = [model.moe]
-    spread_experts(model, ep)
+    distribute_experts(model, ep)
     ids = {id(parameter) for parameter in model.moe.experts.parameters()}
 
     def place(parameter: nn.Parameter) -> Any:
@@ -310,7 +310,7 @@ def test_what_cannot_be_a_mesh_of_a_parameter_is_refused_on_all_ranks() -> None:
         assert match.partition("|")[0] in said, said
     with torch.no_grad():
         model.up.bias.add_(rank == 3)
-    # values are compared along the mesh, and all ranks of the unit are told
+    # values are compared along the mesh, and all ranks of the unit report it
     said = refused(model, lambda: fully_shard(model, shard_placement_fn=lambda _: (None, outer)))
     assert "differ in values" in said or "another rank of the module failed" in said, said
     fully_shard(model, sync_module_states="broadcast", shard_placement_fn=lambda _: (None, outer))

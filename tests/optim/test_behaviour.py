@@ -18,12 +18,12 @@ from composable import fully_shard, remove, step_on_shards
 from composable.errors import OptimizerError
 from composable.torch_private import step_hooks
 from tests.helpers.world import current_device, spmd
-from tests.optim.twins import (
+from tests.optim.copies import (
     Exchanging,
     Sign,
     groups_of,
     local,
-    make_twins,
+    make_copies,
     plain_copies,
     sharded_model,
     step_beside_plain_copies,
@@ -49,15 +49,15 @@ def _saved(state: dict[str, Any]) -> dict[str, Any]:
 @spmd(ranks=2)
 def test_state_dicts_cross() -> None:
     """Saved with and loaded without, and the other way round."""
-    twins = make_twins(*LOOP)
-    twins.steps(0, 1)
-    plain, quick = (_saved(optimizer.state_dict()) for optimizer in twins.optimizers)
+    copies = make_copies(*LOOP)
+    copies.steps(0, 1)
+    plain, quick = (_saved(optimizer.state_dict()) for optimizer in copies.optimizers)
     assert plain.keys() == quick.keys()
     assert plain["param_groups"] == quick["param_groups"]
-    twins.optimizers[0].load_state_dict(quick)
-    twins.optimizers[1].load_state_dict(plain)
-    twins.check("after loading")
-    twins.steps(2, 3)
+    copies.optimizers[0].load_state_dict(quick)
+    copies.optimizers[1].load_state_dict(plain)
+    copies.check("after loading")
+    copies.steps(2, 3)
 
 
 # --- edits --------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def test_state_dicts_cross() -> None:
 
 @spmd(ranks=2)
 def test_edits_of_state() -> None:
-    twins = make_twins(*ADAMW)
-    twins.steps(0, 1)
+    copies = make_copies(*ADAMW)
+    copies.steps(0, 1)
 
     def in_place(model: nn.Module, optimizer: Optimizer) -> None:
         for index, state in enumerate(optimizer.state.values()):
@@ -88,29 +88,29 @@ def test_edits_of_state() -> None:
         optimizer.state[list(optimizer.state)[3]].clear()
 
     for number, edit in enumerate((in_place, replaced, unseen, forgotten)):
-        twins.both(edit)
-        twins.steps(2 + 2 * number, 3 + 2 * number)
+        copies.both(edit)
+        copies.steps(2 + 2 * number, 3 + 2 * number)
 
 
 @spmd(ranks=2)
 def test_groups_that_change() -> None:
-    twins = make_twins(*LOOP)
+    copies = make_copies(*LOOP)
     extra = nn.Parameter(torch.ones(3, device=current_device()))
-    twins.steps(0)
+    copies.steps(0)
 
     def froze(model: nn.Module, optimizer: Optimizer) -> None:
         frozen = model.blocks[1].second.weight  # type: ignore[union-attr]
         frozen.requires_grad_(True)  # type: ignore[union-attr, operator]
         optimizer.add_param_group({"params": [nn.Parameter(extra.clone())], "lr": 0.5})
 
-    twins.both(froze)
-    for optimizer in twins.optimizers:
+    copies.both(froze)
+    for optimizer in copies.optimizers:
         optimizer.param_groups[-1]["params"][0].grad = torch.ones_like(extra)
-    twins.steps(1, 2)
-    for optimizer in twins.optimizers:
+    copies.steps(1, 2)
+    for optimizer in copies.optimizers:
         optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["weight_decay"] = 0.5, 0.0
-    twins.steps(3)
-    assert not torch.equal(twins.optimizers[1].param_groups[-1]["params"][0], extra)
+    copies.steps(3)
+    assert not torch.equal(copies.optimizers[1].param_groups[-1]["params"][0], extra)
 
 
 # --- what surrounds a step ----------------------------------------------------------------------
@@ -118,8 +118,8 @@ def test_groups_that_change() -> None:
 
 @spmd(ranks=2)
 def test_hooks_and_closures() -> None:
-    twins = make_twins(*ADAMW)
-    optimizer = twins.optimizers[1]
+    copies = make_copies(*ADAMW)
+    optimizer = copies.optimizers[1]
     groups, parameters = (
         optimizer.param_groups,
         [p for group in optimizer.param_groups for p in group["params"]],
@@ -137,39 +137,39 @@ def test_hooks_and_closures() -> None:
         optimizer.zero_grad()
         assert torch.is_grad_enabled()
         look("closure", (optimizer,))
-        return train(twins.models[1], len(seen))
+        return train(copies.models[1], len(seen))
 
     optimizer.register_step_pre_hook(lambda _, args, kwargs: look("before", args))
     optimizer.register_step_post_hook(lambda _, args, kwargs: look("after", args))
     for _ in range(3):
         number = len(seen) + 2  # what the closure will take it for
-        twins.optimizers[0].zero_grad()
-        expected = train(twins.models[0], number)
-        twins.optimizers[0].step()
+        copies.optimizers[0].zero_grad()
+        expected = train(copies.models[0], number)
+        copies.optimizers[0].step()
         assert torch.equal(expected, optimizer.step(closure))  # type: ignore[arg-type]
-        twins.check(f"step {number}")
+        copies.check(f"step {number}")
     assert seen == ["before", "closure", "after"] * 3
 
 
 @spmd(ranks=2)
 def test_schedulers() -> None:
     for make in (lambda o: StepLR(o, 2, 0.5), lambda o: OneCycleLR(o, 0.1, total_steps=8)):
-        twins = make_twins(*ADAMW, opt_in=False)
-        before = make(twins.optimizers[0]), make(twins.optimizers[1])
-        step_on_shards(twins.optimizers[1])
+        copies = make_copies(*ADAMW, opt_in=False)
+        before = make(copies.optimizers[0]), make(copies.optimizers[1])
+        step_on_shards(copies.optimizers[1])
         for number in range(4):
-            twins.step(number)
+            copies.step(number)
             for scheduler in before:
                 scheduler.step()
         rates = [
-            [group["lr"] for group in optimizer.param_groups] for optimizer in twins.optimizers
+            [group["lr"] for group in optimizer.param_groups] for optimizer in copies.optimizers
         ]
         assert rates[0] == rates[1]
-        after = make(twins.optimizers[0]), make(twins.optimizers[1])
-        twins.step(5)
+        after = make(copies.optimizers[0]), make(copies.optimizers[1])
+        copies.step(5)
         for scheduler in after:
             scheduler.step()
-        twins.step(6)
+        copies.step(6)
 
 
 @spmd(ranks=2)
@@ -177,9 +177,9 @@ def test_scaled_gradients() -> None:
     """What a scaler notes on the optimizer reaches its fused kernels: skipped steps, and gradients
     unscaled in place.
     """
-    twins = make_twins("AdamW", {"fused": True})
+    copies = make_copies("AdamW", {"fused": True})
     for number, overflow in enumerate((0.0, 1.0, 0.0)):
-        for model, optimizer in zip(twins.models, twins.optimizers, strict=True):
+        for model, optimizer in zip(copies.models, copies.optimizers, strict=True):
             plain = [
                 group
                 for group in optimizer.param_groups
@@ -193,7 +193,7 @@ def test_scaled_gradients() -> None:
             optimizer.found_inf = torch.tensor(overflow, device=current_device())  # type: ignore[attr-defined]
             optimizer.step()
             del optimizer.found_inf  # type: ignore[attr-defined]
-        twins.check(f"step {number}")
+        copies.check(f"step {number}")
 
 
 @spmd(ranks=2)
@@ -201,9 +201,9 @@ def test_errors() -> None:
     """A step that fails in a closure, and one that fails in the arithmetic, leave an optimizer that
     goes on.
     """
-    twins = make_twins(*LOOP)
-    twins.steps(0)
-    optimizer = twins.optimizers[1]
+    copies = make_copies(*LOOP)
+    copies.steps(0)
+    optimizer = copies.optimizers[1]
     groups = optimizer.param_groups
 
     def fail() -> float:
@@ -212,29 +212,29 @@ def test_errors() -> None:
     with pytest.raises(KeyError):
         optimizer.step(fail)
     assert optimizer.param_groups is groups
-    twins.check("after a failed closure")
-    twins.steps(1)
-    for each in twins.optimizers:
+    copies.check("after a failed closure")
+    copies.steps(1)
+    for each in copies.optimizers:
         each.param_groups[-1]["betas"] = 0.9  # found when the other groups were stepped already
         with pytest.raises(TypeError):
             each.step()
         each.param_groups[-1]["betas"] = (0.9, 0.999)
         each.state_dict()
-    twins.check("after failed arithmetic")
-    twins.steps(2, 3)
+    copies.check("after failed arithmetic")
+    copies.steps(2, 3)
 
 
 @spmd(ranks=2)
 def test_annotation_removed() -> None:
-    twins = make_twins(*ADAMW)
-    twins.steps(0, 1)
-    for model in twins.models:
+    copies = make_copies(*ADAMW)
+    copies.steps(0, 1)
+    for model in copies.models:
         remove(model, fully_shard)
-    whole = [parameter.detach().clone() for parameter in twins.models[1].parameters()]
-    for optimizer in twins.optimizers:
+    whole = [parameter.detach().clone() for parameter in copies.models[1].parameters()]
+    for optimizer in copies.optimizers:
         with pytest.raises(OptimizerError, match="was replaced when the annotation was removed"):
             optimizer.step()
-    for parameter, expected in zip(twins.models[1].parameters(), whole, strict=True):
+    for parameter, expected in zip(copies.models[1].parameters(), whole, strict=True):
         assert torch.equal(parameter, expected), "a refused step changes nothing"
 
 

@@ -22,7 +22,7 @@ from composable.comm.launch import Launch
 from tests.helpers.communicators import Around
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, need_devices, spmd
-from tests.optim.twins import local
+from tests.optim.copies import local
 
 ORDERS: Final = (1, 2.0, 3, math.inf)
 Annotate = Callable[["Net"], object]
@@ -188,27 +188,27 @@ def test_torchs_own_clipping_works_where_all_parameters_share_a_mesh(scheme: str
 def test_dtensors_over_several_dimensions_of_a_mesh() -> None:
     device = current_device()
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("a", "b"))
-    spreads = [
+    distributions = [
         (Shard(0), Shard(1)),
         (Replicate(), Shard(0)),
         (Shard(1), Replicate()),
         (Replicate(), Replicate()),
     ]
     torch.manual_seed(0)
-    values = [torch.randn(5, 3, device=device) for _ in range(len(spreads) + 1)]
+    values = [torch.randn(5, 3, device=device) for _ in range(len(distributions) + 1)]
     for order in ORDERS:
         plain = [nn.Parameter(torch.zeros_like(value)) for value in values]
         ours = [
-            nn.Parameter(distribute_tensor(torch.zeros(5, 3, device=device), mesh, spread))
-            for spread in spreads
+            nn.Parameter(distribute_tensor(torch.zeros(5, 3, device=device), mesh, distributed))
+            for distributed in distributions
         ]
         ours.append(nn.Parameter(torch.zeros(5, 3, device=device)))
         for parameter, mine, value in zip(plain, ours, values, strict=True):
             parameter.grad = value.clone()
-            is_spread = isinstance(mine, DTensor)
+            is_distributed = isinstance(mine, DTensor)
             mine.grad = (
                 distribute_tensor(value.clone(), mesh, mine.placements)
-                if is_spread
+                if is_distributed
                 else value.clone()
             )
         norm = clip_grad_norm_(ours, 0.5, order)

@@ -11,11 +11,11 @@ import torch
 
 from composable import step_on_shards
 from tests.helpers.world import Pool, need_devices, spmd
-from tests.optim.twins import (
+from tests.optim.copies import (
     OPTIMIZERS,
     flags_of,
     groups_of,
-    make_twins,
+    make_copies,
     plain_copies,
     sharded_model,
     step_beside_plain_copies,
@@ -28,13 +28,13 @@ def _train(name: str, dtype: torch.dtype) -> None:
     for flag in flags_of(kind):
         if not torch_steps_dtensors(kind, flag):
             continue
-        twins = make_twins(name, flag, dtype=dtype)
+        copies = make_copies(name, flag, dtype=dtype)
         for step in range(3):
-            twins.step(step)
-        twins.step(3, skipped=2)  # a block without gradients: nothing of it advances
-        twins.step(4, keep=True)  # gradients that somebody kept lie elsewhere
-        twins.step(5)
-        twins.step(6)
+            copies.step(step)
+        copies.step(3, skipped=2)  # a block without gradients: nothing of it advances
+        copies.step(4, keep=True)  # gradients that somebody kept lie elsewhere
+        copies.step(5)
+        copies.step(6)
 
 
 # which torch cannot step on DTensors

@@ -190,7 +190,7 @@ def test_a_parameter_on_other_ranks_has_no_norm_here() -> None:
     torch.testing.assert_close(norm.cpu(), expected.float(), rtol=1e-5, atol=0)
 
 
-class _Spread(nn.Module):
+class _Distributed(nn.Module):
     """Weights of experts over `ep`, and a bias that its ranks share."""
 
     def __init__(self, ep: DeviceMesh | None = None) -> None:
@@ -216,7 +216,7 @@ def test_dtensors_of_experts_count_once_whatever_mesh_the_model_is_on(
 ) -> None:
     mesh = init_device_mesh(current_device().type, shape, mesh_dim_names=("dp", "ep"))
     plain, model = (
-        nn.Sequential(nn.LayerNorm(7), _Spread(ep)).to(current_device())
+        nn.Sequential(nn.LayerNorm(7), _Distributed(ep)).to(current_device())
         for ep in (None, mesh["ep"])
     )
     verb(model[1], mesh=mesh["dp"])

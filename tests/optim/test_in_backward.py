@@ -35,7 +35,7 @@ from composable import (
 from composable.engine.step.unit import units_below
 from composable.errors import ClippingError, OptimizerError
 from tests.helpers.world import current_device, spmd
-from tests.optim.twins import local
+from tests.optim.copies import local
 
 WIDTH: Final = 6
 SGD: Final = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Uses its first block twice, and its last one as a whole where it is told to."""
+    """Uses its first block twice, and its last one as a whole where it is asked to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def _used_on_one_rank(model: nn.Module, x: Tensor, turn: int) -> None:
     model(x, last=dist.get_rank() == turn % 2).square().mean().backward()
 
 
-def _train_twins(
+def _train_copies(
     annotate: Annotate, optimizer_class: Any, options: dict[str, Any], run: Step
 ) -> None:
     after, early = _model(annotate), _model(annotate)
@@ -230,22 +230,22 @@ def _train_twins(
 @spmd(ranks=[1, 2, 4])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_parameters_are_what_a_step_after_backward_makes_of_them(scheme: str) -> None:
-    _train_twins(SCHEMES[scheme], *ADAMW, _plain_step)
+    _train_copies(SCHEMES[scheme], *ADAMW, _plain_step)
     if scheme != "plain":
-        _train_twins(SCHEMES[scheme], *SGD, _accumulated)
+        _train_copies(SCHEMES[scheme], *SGD, _accumulated)
 
 
 @spmd(ranks=2)
 def test_state_that_an_optimizer_has_from_the_start_is_kept() -> None:
     for annotate in VERBS:
-        _train_twins(annotate, *ADAGRAD, _plain_step)
+        _train_copies(annotate, *ADAGRAD, _plain_step)
 
 
 @spmd(ranks=[2, 4])
 @pytest.mark.parametrize("scheme", ["units", "hybrid", "replicated", "mixed"])
 def test_nothing_is_stepped_before_its_gradient_is_reduced(scheme: str) -> None:
     for program in (_reduced_by_hand, _used_on_one_rank):
-        _train_twins(SCHEMES[scheme], *ADAMW, program)
+        _train_copies(SCHEMES[scheme], *ADAMW, program)
 
 
 @spmd(ranks=2)

@@ -25,6 +25,7 @@ from composable import fully_shard, replicate, step_on_matrices, step_on_shards
 from composable.errors import OptimizerError
 from tests.helpers.compare import all_full
 from tests.helpers.world import current_device, spmd
+from tests.optim.copies import Exchanging
 from tests.optim.matrix_models import (
     Net,
     OneProcess,
@@ -34,7 +35,6 @@ from tests.optim.matrix_models import (
     made,
     muon,
 )
-from tests.optim.twins import Exchanging
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch's checkpoints warn of
 
@@ -67,10 +67,10 @@ def test_a_copy_of_model_and_optimizer_steps_as_the_original(name: str, verb: An
     optimizer = step_on_matrices(OPTIMIZERS[name](model.parameters()))
     for number in range(2):
         _step(model, optimizer, number)
-    copied, twin = copy.deepcopy((model, optimizer))
-    again, third = copy.deepcopy((copied, twin))  # of a copy that has not stepped
+    copied, clone = copy.deepcopy((model, optimizer))
+    again, third = copy.deepcopy((copied, clone))  # of a copy that has not stepped
     for number in range(2, 4):
-        for each, stepper in ((model, optimizer), (copied, twin), (again, third)):
+        for each, stepper in ((model, optimizer), (copied, clone), (again, third)):
             _step(each, stepper, number)
     for each in (copied, again):
         for one, other in zip(model.parameters(), each.parameters(), strict=True):
@@ -86,14 +86,14 @@ def test_what_is_copied_without_its_model_steps_its_own_parameters(verb: Any) ->
     verb(model)
     optimizer = step_on_matrices(muon(model.parameters()))
     _step(model, optimizer, 0)
-    twin = copy.deepcopy(optimizer)
+    clone = copy.deepcopy(optimizer)
     backward(model, 1, dist.get_rank(), 7)
-    parameters = twin.param_groups[0]["params"]
+    parameters = clone.param_groups[0]["params"]
     for parameter, own in zip(model.parameters(), parameters, strict=True):
         assert own is not parameter
         own.grad = parameter.grad.detach().clone()  # type: ignore[union-attr]
     optimizer.step()
-    twin.step()
+    clone.step()
     for parameter, own in zip(model.parameters(), parameters, strict=True):
         assert torch.equal(local_of(parameter), local_of(own))
 
@@ -105,8 +105,8 @@ def test_a_copy_of_an_optimizer_that_a_user_vouched_for_steps_its_shards() -> No
     optimizer = Exchanging(model.parameters(), {})
     step_on_shards(optimizer, elementwise=True)
     _step(model, optimizer, 0)
-    copied, twin = copy.deepcopy((model, optimizer))
-    for each, stepper in ((model, optimizer), (copied, twin)):
+    copied, clone = copy.deepcopy((model, optimizer))
+    for each, stepper in ((model, optimizer), (copied, clone)):
         _step(each, stepper, 1)
     for one, other in zip(model.parameters(), copied.parameters(), strict=True):
         assert torch.equal(local_of(one), local_of(other))

@@ -92,7 +92,7 @@ def _in_two_dtypes(model: Mixture, x: Tensor, *, expert: bool) -> Tensor:
 
 @spmd(ranks=[2, 4])
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
-def test_a_fused_optimizer_of_experts_which_is_told_by_the_scaler_skips_the_step_on_all_ranks(
+def test_a_fused_optimizer_of_experts_which_is_notified_by_the_scaler_skips_the_step_on_all_ranks(
     kind: Any,
 ) -> None:
     """It unscales by itself; and no gradient of what all ranks share is in its list, which would

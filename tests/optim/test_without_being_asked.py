@@ -1,4 +1,4 @@
-"""Optimizers whose results are the same step on shards without being asked, and can be told not
+"""Optimizers whose results are the same step on shards without being asked, and can be asked not
 to.
 """
 
@@ -19,7 +19,7 @@ from composable.optim.shard_steps import ShardStepping
 from composable.torch_private import step_hooks
 from tests.helpers.compiled import fresh_compiler
 from tests.helpers.world import current_device, spmd
-from tests.optim.twins import OPTIMIZERS, Twins, groups_of, local, sharded_model, stepped_by_torch
+from tests.optim.copies import OPTIMIZERS, Copies, groups_of, local, sharded_model, stepped_by_torch
 
 
 def _stepping_of(optimizer: Optimizer) -> ShardStepping | None:
@@ -37,10 +37,10 @@ def test_every_bit_is_what_torch_would_have_made_of_it(name: str) -> None:
     models = sharded_model(), sharded_model()
     one, other = (kind(groups_of(model, options["lr"], apart=True), **options) for model in models)  # type: ignore[call-arg]
     assert _stepping_of(other) is None
-    twins = Twins(models, (stepped_by_torch(one), other))
+    copies = Copies(models, (stepped_by_torch(one), other))
     for number in range(4):
-        twins.step(number)
-        twins.check(f"step {number}")
+        copies.step(number)
+        copies.check(f"step {number}")
     stepping = _stepping_of(other)
     assert stepping is not None
     assert _stepping_of(one) is None
@@ -167,15 +167,15 @@ def test_state_that_somebody_moves_or_drops_is_gone(how: str) -> None:
             state.update({key: value.clone() for key, value in state.items()})
     gc.collect()
     assert [memory() for memory in before if memory() is not None] == []
-    twin = _model()
-    twin.load_state_dict(model.state_dict())
-    other = stepped_by_torch(optim.AdamW(twin.parameters(), lr=0.1))
+    clone = _model()
+    clone.load_state_dict(model.state_dict())
+    other = stepped_by_torch(optim.AdamW(clone.parameters(), lr=0.1))
     if how != "cleared":
         other.load_state_dict(saved)
-    for each in ((model, optimizer), (twin, other)):
+    for each in ((model, optimizer), (clone, other)):
         for _ in range(2):
             _step(*each)
-    for one, another in zip(model.parameters(), twin.parameters(), strict=True):
+    for one, another in zip(model.parameters(), clone.parameters(), strict=True):
         assert torch.equal(local(one), local(another))
 
 

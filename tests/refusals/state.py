@@ -187,5 +187,5 @@ def copies_that_cannot_be() -> Refusals:
     replicate(inside.blocks[0])
     for whole in (model, fully_shard(inside, policy={Block})):
         for part in (whole, nn.ModuleList([whole]), whole.blocks[1]):
-            yield lambda part=part: pickle.dumps(part), "AnnotationError: the annotated unit '...' is spread over process groups, and cannot be pickled..."
+            yield lambda part=part: pickle.dumps(part), "AnnotationError: the annotated unit '...' is distributed over process groups, and cannot be pickled..."
         _train(whole)

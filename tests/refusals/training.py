@@ -48,8 +48,8 @@ from composable import (
 from tests.algorithms.replicas import annotated, grid
 from tests.helpers.hooked_models import BOTH, KINDS, loss_of, mesh_of, model_of
 from tests.helpers.world import current_device
+from tests.optim.copies import Sign
 from tests.optim.matrix_models import Net, Shampoo, backward, made, muon
-from tests.optim.twins import Sign
 from tests.refusals.table import Refusals, row
 from tests.state.models import Block, plain, tokens
 
@@ -94,7 +94,7 @@ def what_cannot_be_clipped() -> Refusals:
 
 
 @row(2)
-def gradients_that_are_not_spread_like_their_parameters() -> Refusals:
+def gradients_that_are_not_sharded_like_their_parameters() -> Refusals:
     mesh, zeros = init_device_mesh(current_device().type, (2,)), torch.zeros(4, 2, device=current_device())
     parameter = nn.Parameter(distribute_tensor(zeros, mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(zeros, mesh, [Partial()], run_check=False)
@@ -485,8 +485,8 @@ def steps_together_that_cannot_be() -> Refusals:
 @row(4)
 def steps_together_with_other_messages() -> Refusals:
     mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
-    spread: Any = parallelize_module(_layers(), mesh["tp"], {"0": ColwiseParallel()})
-    yield lambda: together(fully_shard(spread, mesh=mesh["dp"])), "UnsupportedError: ...tensor-parallel parameters..."
+    distributed: Any = parallelize_module(_layers(), mesh["tp"], {"0": ColwiseParallel()})
+    yield lambda: together(fully_shard(distributed, mesh=mesh["dp"])), "UnsupportedError: ...tensor-parallel parameters..."
     yield lambda: together(fully_shard(_layers(), reshard_after_forward=2)), "UnsupportedError: ...reshard_after_forward with a number of ranks..."
 
 
@@ -516,7 +516,7 @@ def a_model_that_is_annotated_in_join() -> Refusals:
 
 
 @row(2)
-def what_join_was_not_told_of() -> Refusals:
+def what_join_was_not_given() -> Refusals:
     model, _ = _joined()
     teacher, _ = _joined()
     yield lambda: _enter(join(model), act=lambda: dist.get_rank() and teacher(_x())), "PhaseError: unit '(root)' of another model ran inside of a join scope..."

@@ -32,7 +32,7 @@ from composable.report.parameters import ParameterDescription
 from composable.torch_private import local_tensor
 from tests.extensions.rows import Net, Rows, with_rows
 from tests.helpers.world import Pool, current_device, spmd
-from tests.meshes.mixtral import Experts, Mixtral, MoE, spread_experts
+from tests.meshes.mixtral import Experts, Mixtral, MoE, distribute_experts
 from tests.meshes.test_dims import Dims
 from tests.tensor_parallel.models import (
     GPT,
@@ -139,7 +139,7 @@ def _experts() -> tuple[nn.Module, Wholes]:
     mesh = mesh_of(dist.get_world_size() // 2, 2, names=("efsdp", "ep"))
     model: Any = made(Mixtral)
     wholes = _wholes(model)
-    spread_experts(model, mesh["ep"])
+    distribute_experts(model, mesh["ep"])
     of_experts = {
         id(parameter)
         for each in model.modules()
@@ -216,14 +216,14 @@ def test_slices_of_another_rank_are_noticed() -> None:
 def test_each_rank_says_of_the_others_what_they_say_of_themselves(program: str) -> None:
     model, _ = PROGRAMS[program]()
     own = {row.name: row for row in describe(model, by="parameter").rows}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, {name: row.slices for name, row in own.items()})
+    reported: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reported, {name: row.slices for name, row in own.items()})
     for name, row in own.items():
         ranks = [rank for part in row.parts for rank in part.ranks]
         assert len(ranks) == len(set(ranks))
         assert dist.get_rank() in ranks or not ranks
         for part in row.parts:
-            assert {told[rank][name] for rank in part.ranks} == {part.slices}
+            assert {reported[rank][name] for rank in part.ranks} == {part.slices}
 
 
 @pytest.mark.parametrize("program", ["uneven", "columns", "mixed", "hybrid", "extended"])
@@ -233,9 +233,9 @@ def test_with_its_padding_a_shard_is_as_large_as_that_of_any_rank(program: str) 
     held = dict(model.named_parameters())
     rows = describe(model, by="parameter").rows
     own = [local_tensor(held[row.name]).numel() + row.padding for row in rows]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    assert told == [own] * dist.get_world_size()
+    reported: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reported, own)
+    assert reported == [own] * dist.get_world_size()
 
 
 def _annotated() -> str:

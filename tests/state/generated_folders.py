@@ -69,7 +69,7 @@ class Case:
     indexed: bool
     prefix: str
     drops: tuple[int, ...]
-    strangers: int
+    unknown: int
     tied_twice: bool
     nan: bool
     saved_as: torch.dtype
@@ -90,7 +90,7 @@ def case_of(seed: int) -> Case:
         indexed=files > 1 and draw.random() < 0.7,
         prefix=draw.choice(["", "", "module."]),
         drops=tuple(draw.sample(range(12), draw.randint(0, 2))) if left else (),
-        strangers=draw.randint(0, 2) if left else 0,
+        unknown=draw.randint(0, 2) if left else 0,
         tied_twice=draw.random() < 0.5,
         nan=draw.random() < 0.3,
         saved_as=draw.choice(_DTYPES),
@@ -111,8 +111,8 @@ def tensors_of(case: Case, seed: int) -> dict[str, Tensor]:
         del saved["head.weight" if seed % 2 else "embed.weight"]
     for index in sorted(case.drops, reverse=True):
         del saved[[*saved][index]]
-    for index in range(case.strangers):
-        saved[f"stranger.{index}"] = torch.ones(2)
+    for index in range(case.unknown):
+        saved[f"unknown.{index}"] = torch.ones(2)
     return saved
 
 

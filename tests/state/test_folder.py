@@ -519,7 +519,7 @@ def test_a_new_head_on_a_folder_of_another_model_of_transformers(tmp_path: Path)
 
 
 @spmd(ranks=2)
-def test_names_of_former_buffers_are_no_strangers(tmp_path: Path) -> None:
+def test_names_of_former_buffers_are_not_unknown(tmp_path: Path) -> None:
     saved = _saved("llama, tied", tmp_path)
     expected = saved.from_pretrained(tmp_path).state_dict()
     state = {name: t for name, t in expected.items() if name != "lm_head.weight"}
@@ -797,7 +797,7 @@ def test_folders_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
 
 
 @spmd(ranks=2)
-def test_an_expert_that_is_missing_is_told(tmp_path: Path) -> None:
+def test_an_expert_that_is_missing_is_reported(tmp_path: Path) -> None:
     _saved("mixtral, whose experts a folder has one by one", tmp_path)
 
     def drop() -> None:
@@ -812,7 +812,7 @@ def test_an_expert_that_is_missing_is_told(tmp_path: Path) -> None:
 
 
 @spmd(ranks=2)
-def test_names_that_differ_are_told_or_renamed(tmp_path: Path) -> None:
+def test_names_that_differ_are_reported_or_renamed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     expected = Pair()
     state = {f"module.{name}": value for name, value in expected.state_dict().items()}

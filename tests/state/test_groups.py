@@ -39,9 +39,9 @@ _SAVING: Final[dict[str, Callable[[nn.Module], Any]]] = {
 
 
 def _folder() -> Path:
-    told = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(told)
-    return Path(told[0])
+    reported = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(reported)
+    return Path(reported[0])
 
 
 @spmd(ranks=[2, 4])

@@ -85,7 +85,7 @@ def _backward(model: Any, number: int) -> Tensor:
     return loss.detach()
 
 
-def _trained(scheme: str, sleeps: Callable[[Any, Any], None]) -> list[Tensor]:
+def _trained(scheme: str, offloads: Callable[[Any, Any], None]) -> list[Tensor]:
     """Losses, and what this rank has at the end."""
     model = _model()
     ANNOTATIONS[scheme](model)
@@ -97,10 +97,10 @@ def _trained(scheme: str, sleeps: Callable[[Any, Any], None]) -> list[Tensor]:
     for number in range(4):
         losses.append(_backward(model, number))
         if number == 1:
-            sleeps(model, optimizer)  # with gradients
+            offloads(model, optimizer)  # with gradients
         optimizer.step()
         if number == 2:
-            sleeps(model, optimizer)  # once more, with the gradients of before the step
+            offloads(model, optimizer)  # once more, with the gradients of before the step
         optimizer.zero_grad()
     states = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     tensors = [*model.parameters(), *model.buffers(), *states]
@@ -122,7 +122,7 @@ def _bytes_on_device() -> int:
     return int(torch.get_device_module(device).memory_allocated())
 
 
-def _sleeps_and_wakes(model: Any, optimizer: Any) -> None:
+def _is_offloaded_and_restored(model: Any, optimizer: Any) -> None:
     on_device = current_device().type != "cpu"
     before = {id(p): p for p in model.parameters()}
     ranks_share = current_device().type == "cuda"
@@ -162,9 +162,9 @@ def _is_as_if_it_had_not_slept(scheme: str) -> None:
     ):
         pytest.skip("torch moves no tensors of this device in place")
     with _copied_on_the_host_too():
-        slept = _trained(scheme, _sleeps_and_wakes)
-    awake = _trained(scheme, lambda model, optimizer: None)
-    for one, other in zip(slept, awake, strict=True):
+        offloaded = _trained(scheme, _is_offloaded_and_restored)
+    kept = _trained(scheme, lambda model, optimizer: None)
+    for one, other in zip(offloaded, kept, strict=True):
         assert torch.equal(one, other)
 
 
@@ -176,7 +176,7 @@ def test_the_steps_after_waking_have_the_bits_of_a_model_that_never_slept(
 
 
 @spmd(ranks=2)
-def test_a_sleeping_model_is_refused_by_name() -> None:
+def test_an_offloaded_model_is_refused_by_name() -> None:
     model = fully_shard(_model(), policy={Block})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     _backward(model, 0)

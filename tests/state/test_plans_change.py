@@ -112,7 +112,7 @@ _ANEW: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
 @spmd(ranks=2)
-def test_units_that_were_annotated_one_by_one_are_told_apart(verb: Any) -> None:
+def test_units_that_were_annotated_one_by_one_are_distinguished(verb: Any) -> None:
     for anew, steps in itertools.product(_ANEW, (0, 1)):
         model, expected = _Pair(), _Pair()
         for module in (model.first, model.second):

@@ -117,13 +117,13 @@ def test_ranks_with_other_shards_get_their_parts_and_nothing_is_gathered() -> No
             annotate(model, meshes[trainers])
         if rank in receivers:
             target = make_target(meshes[receivers])
-        heard: list[object] = []
-        end = observe_launches(launched=lambda *each, heard=heard: heard.append(each))
+        launched: list[object] = []
+        end = observe_launches(launched=lambda *each, launched=launched: launched.append(each))
         with Largest() as largest:
             transfer(model, target, [*trainers], [*receivers])
         end()
         case = (source, wanted)
-        assert heard == [], case
+        assert launched == [], case
         if case != ("replicate", "one rank"):  # who has all of it sends all of it
             assert largest.elements <= 32 * 66 // 2, case
         if target is None:

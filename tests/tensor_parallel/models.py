@@ -1,4 +1,4 @@
-"""Models whose parameters are spread over a tensor-parallel mesh, and their training."""
+"""Models whose parameters are distributed over a tensor-parallel mesh, and their training."""
 
 from __future__ import annotations
 

@@ -84,17 +84,19 @@ def test_gradients_accumulated_over_shards_and_reduced_later_are_those_of_one_pr
 
 
 class _Scale(nn.Module):
-    """Whose gradient over tp is `Partial` if rows are spread there, and `Replicate` if not."""
+    """Whose gradient over tp is `Partial` if rows are distributed there, and `Replicate` if not."""
 
     def __init__(self, tp: Any) -> None:
         super().__init__()
         weight = torch.arange(1.0, 5.0, dtype=torch.float64)
         self.weight = nn.Parameter(distribute_tensor(weight, tp, [Replicate()]))
 
-    def forward(self, x: torch.Tensor, *, spread: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, distributed: bool) -> torch.Tensor:
         weight: Any = self.weight
-        spread_x = distribute_tensor(x, weight.device_mesh, [Shard(0) if spread else Replicate()])
-        return full((spread_x * weight).square().sum())
+        distributed_x = distribute_tensor(
+            x, weight.device_mesh, [Shard(0) if distributed else Replicate()]
+        )
+        return full((distributed_x * weight).square().sum())
 
 
 @spmd(ranks=4)
@@ -107,11 +109,11 @@ def test_gradients_add_up_whatever_placements_each_backward_brings() -> None:
         model = fully_shard(_Scale(mesh["tp"]), mesh=mesh["dp"])
         parameter: Any = model.weight
         with no_sync(model):
-            for spread in (first, second):
-                model(x, spread=spread).backward()
+            for distributed in (first, second):
+                model(x, distributed=distributed).backward()
         held = parameter.grad
         assert held.placements == (Replicate(), Partial("avg"))
         torch.testing.assert_close(held.full_tensor(), 2 * expected)
-        model(x, spread=last).backward()
+        model(x, distributed=last).backward()
         torch.testing.assert_close(full(parameter.grad), 3 * expected)
         assert parameter.grad.placements == parameter.placements

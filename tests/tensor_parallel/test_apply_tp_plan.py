@@ -89,7 +89,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 @spmd(ranks=2)
-def test_ranks_with_other_weights_are_told_or_get_those_of_the_first() -> None:
+def test_ranks_with_other_weights_are_reported_or_get_those_of_the_first() -> None:
     mesh = mesh_of(1, 2)
     torch.manual_seed(dist.get_rank())
     model = llama()

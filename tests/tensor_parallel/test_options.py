@@ -35,7 +35,7 @@ from composable import (
     no_sync,
     replicate,
 )
-from composable.api.checks import refuse_spread_offload
+from composable.api.checks import refuse_dtensor_offload
 from composable.comm import comms_wrapped_by
 from composable.contract.tree import managed_parameters
 from composable.errors import AnnotationError
@@ -320,9 +320,9 @@ class _Sums(nn.Module):
                 weight = distribute_tensor(weight, tp, [Replicate()])
             self.register_parameter(str(number), nn.Parameter(weight))
 
-    def forward(self, x: Tensor, spread: Any) -> Tensor:
+    def forward(self, x: Tensor, distributed: Any) -> Tensor:
         sums = [
-            weight.sum() * (spread if isinstance(weight, DTensor) else x)
+            weight.sum() * (distributed if isinstance(weight, DTensor) else x)
             for weight in self.parameters()
         ]
         return torch.stack([full(each.sum()).float() for each in sums]).sum()
@@ -369,8 +369,8 @@ def test_offload_on_an_accelerator_is_refused_and_has_no_effect_on_hosts() -> No
     model, plain = made(MLP), made(MLP)
     parallelize_mlp(model, mesh["tp"])
     with pytest.raises(AnnotationError, match="is tensor parallel, and offload_policy"):
-        refuse_spread_offload(managed_parameters([model]), torch.device("cuda"))
-    refuse_spread_offload(managed_parameters([plain]), torch.device("cuda"))
+        refuse_dtensor_offload(managed_parameters([model]), torch.device("cuda"))
+    refuse_dtensor_offload(managed_parameters([plain]), torch.device("cuda"))
     log = Log()
     with comms_wrapped_by(lambda comm: Recording(comm, log)):
         fully_shard(model, mesh=mesh["dp"], offload_policy=CPUOffloadPolicy())

@@ -98,8 +98,8 @@ def _cut(model: nn.Module, tp: DeviceMesh) -> None:
             module.tp = tp
             for name, placement in placements.items():
                 whole = module.get_parameter(name).detach()
-                spread = distribute_tensor(whole, tp, [placement], src_data_rank=None)
-                setattr(module, name, nn.Parameter(spread))
+                distributed = distribute_tensor(whole, tp, [placement], src_data_rank=None)
+                setattr(module, name, nn.Parameter(distributed))
 
 
 def _made(hidden: int = 8, seed: int = 0) -> nn.Sequential:
@@ -171,10 +171,10 @@ def test_they_train_beside_replicas() -> None:
 
 
 def _folder() -> Path:
-    told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
-    assert told[0] is not None
-    return Path(told[0])
+    reported = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(reported)
+    assert reported[0] is not None
+    return Path(reported[0])
 
 
 def _assert_same(found: Any, expected: Any) -> None:

@@ -145,7 +145,7 @@ def test_meshes_may_have_no_names_or_the_same_ones(verb: Any) -> None:
 
 
 @spmd(ranks=4)
-def test_the_model_may_be_spread_over_two_dimensions() -> None:
+def test_the_model_may_be_distributed_over_two_dimensions() -> None:
     mesh = mesh_of(1, 2, 2, names=("dp", "ep", "tp"))
     over = mesh["ep", "tp"]
 
@@ -153,8 +153,8 @@ def test_the_model_may_be_spread_over_two_dimensions() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if not isinstance(self.weight, DTensor):
                 return super().forward(x)
-            spread = DTensor.from_local(x, self.weight.device_mesh, [Replicate()] * 2)
-            return super().forward(spread).full_tensor()
+            distributed = DTensor.from_local(x, self.weight.device_mesh, [Replicate()] * 2)
+            return super().forward(distributed).full_tensor()
 
     def annotate(model: nn.Module) -> None:
         for name, placements in (("weight", [Shard(0), Shard(1)]), ("bias", [Replicate()] * 2)):

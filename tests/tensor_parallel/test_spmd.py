@@ -73,18 +73,18 @@ def _over(mesh: DeviceMesh, tp: int | None, *, data: Placement | None = None) ->
     ]
 
 
-def _spread(model: Net, mesh: DeviceMesh) -> Net:
+def _distribute(model: Net, mesh: DeviceMesh) -> Net:
     model.mesh = mesh
     cuts = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
     for name, parameter in list(model.named_parameters()):
         module = model.get_submodule(name.rpartition(".")[0])
-        spread = distribute_tensor(parameter.detach(), mesh, _over(mesh, cuts.get(name)))
-        setattr(module, name.rpartition(".")[2], nn.Parameter(spread))
+        distributed = distribute_tensor(parameter.detach(), mesh, _over(mesh, cuts.get(name)))
+        setattr(module, name.rpartition(".")[2], nn.Parameter(distributed))
     return model
 
 
 def _annotate(model: Any, *, mesh: DeviceMesh, verb: Any = fully_shard, **dims: Any) -> None:
-    verb(_spread(model, mesh), mesh=mesh, dp_mesh_dims=Dims(**dims))
+    verb(_distribute(model, mesh), mesh=mesh, dp_mesh_dims=Dims(**dims))
 
 
 @pytest.mark.unsampled
@@ -114,7 +114,7 @@ def test_replicas_train_as_one_process() -> None:
 @spmd(ranks=4)
 def test_gradients_of_replicas_add_up_over_backwards(beside_shards: bool) -> None:
     mesh = mesh_of(2, 2)
-    model, alone = _spread(made(Net), mesh), made(Net)
+    model, alone = _distribute(made(Net), mesh), made(Net)
     replicate(model.up if beside_shards else model, mesh=mesh, dp_mesh_dims=Dims(replicate="dp"))
     if beside_shards:
         fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
@@ -135,7 +135,7 @@ def test_gradients_of_replicas_add_up_over_backwards(beside_shards: bool) -> Non
 @spmd(ranks=4)
 def test_whole_parameters_of_replicas_are_read_and_edited(names: tuple[str, str]) -> None:
     mesh = mesh_of(2, 2, names=names)
-    model, alone = _spread(made(Net), mesh), made(Net)
+    model, alone = _distribute(made(Net), mesh), made(Net)
     replicate(model, mesh=mesh, dp_mesh_dims=Dims(replicate="dp"))
     loss_of(model, batches(model, mesh["dp"].get_local_rank(), 2, 1)[0]).backward()
     loss_of(alone, batches(alone, -1, 2, 1)[0]).backward()
@@ -175,7 +175,7 @@ def test_the_numbers_are_those_of_fsdp2() -> None:
 def test_what_else_an_annotation_does_works_and_remove_gives_back_what_was_given() -> None:
     mesh = mesh_of(2, 2, names=("tp", "dp"))
     rank = mesh["dp"].get_local_rank()
-    model, alone = _spread(made(Net), mesh), made(Net)
+    model, alone = _distribute(made(Net), mesh), made(Net)
     given = dict(model.named_parameters())
     placements = {name: each.placements for name, each in given.items()}
     fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
@@ -214,7 +214,7 @@ def test_a_mesh_without_other_dimensions_will_do_and_shards_of_the_users_are_ref
     mesh = mesh_of(2, names=("dp",))
     dims = Dims(shard="dp")
     assert_trains_as_one_process(Net, partial(_annotate, mesh=mesh, shard="dp"), mesh)
-    model = _spread(made(Net), mesh)
+    model = _distribute(made(Net), mesh)
     model.up.weight = nn.Parameter(model.up.weight.detach().redistribute(placements=[Shard(0)]))
     with pytest.raises(AnnotationError, match=r"up\.weight.*share ranks \[0, 1\]"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
@@ -223,7 +223,7 @@ def test_a_mesh_without_other_dimensions_will_do_and_shards_of_the_users_are_ref
 @spmd(ranks=4)
 def test_a_failure_on_one_rank_is_raised_on_all() -> None:
     mesh, first = mesh_of(2, 2), dist.get_rank() == 0
-    model, dims = _spread(made(Net), mesh), Dims(shard="dp")
+    model, dims = _distribute(made(Net), mesh), Dims(shard="dp")
     with pytest.raises(AnnotationError if first else RanksDisagreeError, match="prefetch must be"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims, prefetch=-1 if first else 1)
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)

@@ -63,10 +63,10 @@ def _assert_same(found: dict[str, Any], expected: dict[str, Tensor]) -> None:
 
 
 def _folder() -> str:
-    told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
-    assert told[0] is not None
-    return told[0]
+    reported = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(reported)
+    assert reported[0] is not None
+    return reported[0]
 
 
 @spmd(ranks=4)
@@ -283,7 +283,7 @@ def test_remove_keeps_gradients_in_their_dtype() -> None:
 
 
 @spmd(ranks=4)
-def test_describe_says_how_parameters_are_spread() -> None:
+def test_describe_says_how_parameters_are_distributed() -> None:
     mesh = mesh_of(2, 2)
     torch.manual_seed(0)
     model = MLP()
@@ -384,9 +384,9 @@ def test_averages_follow_and_an_optimizer_made_before_is_rebound() -> None:
 def test_a_copy_trains_as_the_original() -> None:
     mesh = mesh_of(2, 2)
     model = _annotated(mesh)
-    twin = copy.deepcopy(model)
+    clone = copy.deepcopy(model)
     rank = mesh["dp"].get_local_rank()
     train(model, batches(model, rank, 2, 2))
-    train(twin, batches(twin, rank, 2, 2))
-    _assert_same(twin.state_dict(), {k: full(v).detach() for k, v in model.state_dict().items()})
-    assert isinstance(twin.head, nn.Linear)
+    train(clone, batches(clone, rank, 2, 2))
+    _assert_same(clone.state_dict(), {k: full(v).detach() for k, v in model.state_dict().items()})
+    assert isinstance(clone.head, nn.Linear)

@@ -115,7 +115,7 @@ def _train_loaded(kind: str, sizes: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("sizes", _ON_TWO, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @spmd(ranks=2)
-def test_a_model_that_transformers_spreads_over_two_ranks_trains_as_in_one_process(
+def test_a_model_that_transformers_distributes_over_two_ranks_trains_as_in_one_process(
     kind: str, sizes: dict[str, Any]
 ) -> None:
     _train_loaded(kind, sizes)
@@ -124,7 +124,7 @@ def test_a_model_that_transformers_spreads_over_two_ranks_trains_as_in_one_proce
 @pytest.mark.parametrize("sizes", _ON_FOUR, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @spmd(ranks=4)
-def test_a_model_that_transformers_spreads_trains_as_in_one_process(
+def test_a_model_that_transformers_distributes_trains_as_in_one_process(
     kind: str, sizes: dict[str, Any]
 ) -> None:
     model = _train_loaded(kind, sizes)

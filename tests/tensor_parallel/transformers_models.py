@@ -97,13 +97,13 @@ def llama(*, tied: bool = False) -> Any:
 
 def saved(model: Any) -> str:
     """A folder that `from_pretrained` of all ranks reads."""
-    told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
-    assert told[0] is not None
+    reported = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(reported)
+    assert reported[0] is not None
     if dist.get_rank() == 0:
-        model.save_pretrained(told[0])
+        model.save_pretrained(reported[0])
     dist.barrier()
-    return told[0]
+    return reported[0]
 
 
 def concrete(model: Any, plan: dict[str, str]) -> dict[str, str]:

@@ -128,7 +128,7 @@ def test_a_wrapper_around_a_replicated_part_is_refused_when_that_is_called(pool:
 
 
 @spmd(ranks=2)
-def test_a_wrapper_that_was_told_to_ignore_a_replicated_part_trains_the_rest() -> None:
+def test_a_wrapper_that_was_asked_to_ignore_a_replicated_part_trains_the_rest() -> None:
     plain, ours = Regression(), Regression()
     replicate(ours.body)
     names = [f"body.{name}" for name, _ in ours.body.named_parameters()]

@@ -1,4 +1,4 @@
-"""`Module.to` and its kin (`half`, `cpu`, `to_empty`): parameters keep what users have set on them.
+"""`Module.to`, `half`, `cpu`, `to_empty`: parameters keep what users have set on them.
 
 torch exchanges the insides of a `DTensor` with those of the one that it becomes, and the Python
 attributes go with them: groups of an optimizer that are made by attribute (`no_weight_decay`) would

@@ -52,19 +52,19 @@ class _Copies:
     """
 
     def __init__(self, *, plain: bool = False) -> None:
-        self.prepared: dict[Unit, None] = {}
+        self.memoized: dict[Unit, None] = {}
         self.depth = 0
         self.plain = plain
 
-    def prepare(self, units: Iterable[Unit], memo: dict[Any, Any]) -> None:
+    def memoize(self, units: Iterable[Unit], memo: dict[Any, Any]) -> None:
         """Before tables are copied: whichever form of a parameter they hold now, the copy gets the
         at-rest one.
         """
         for unit in units:
-            if unit in self.prepared:
+            if unit in self.memoized:
                 continue
-            self.prepared[unit] = None
-            unit.refuse_asleep("copy.deepcopy")
+            self.memoized[unit] = None
+            unit.refuse_offloaded("copy.deepcopy")
             if unit.shown_by == RANK0_ONLY:
                 raise PhaseError(
                     f"copy.deepcopy of unit '{unit.name}' inside of {unit.shown_by}: the other"
@@ -91,25 +91,25 @@ class _Copies:
         """After tables were copied: fill the units all of whose modules have a copy now."""
         copied: dict[Unit, Unit] = {
             unit: memo[id(unit)]
-            for unit in self.prepared
+            for unit in self.memoized
             if all(id(each) in memo for each in unit.modules)
         }
-        for unit, twin in copied.items():
-            twin.relations.resemble(unit.relations, copied)
+        for unit, duplicate in copied.items():
+            duplicate.relations.copy_from(unit.relations, copied)
         # Sharded units first: they decide how others rest.
-        for unit, twin in sorted(copied.items(), key=lambda pair: not pair[0].is_sharded):
-            if twin.modules:
-                _follow_places(unit, twin, memo)
-                choose_rest(twin)  # what is around it may have been copied later
+        for unit, duplicate in sorted(copied.items(), key=lambda pair: not pair[0].is_sharded):
+            if duplicate.modules:
+                _follow_places(unit, duplicate, memo)
+                choose_rest(duplicate)  # what is around it may have been copied later
             elif self.plain:  # only to be removed
-                twin.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
+                duplicate.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
             else:
-                _fill(unit, twin, memo)
+                _fill(unit, duplicate, memo)
 
 
-def _fill(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
-    """Make `twin` a unit of the copies of all modules of `unit`."""
-    twin.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
+def _fill(unit: Unit, duplicate: Unit, memo: dict[Any, Any]) -> None:
+    """Make `duplicate` a unit of the copies of all modules of `unit`."""
+    duplicate.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
     pairs = [
         (param, copy.deepcopy(param, memo)) for param in unit.params if param.registered is not None
     ]
@@ -118,27 +118,27 @@ def _fill(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
     params = [other for _, other in pairs]
     spec = copy.deepcopy(replace(unit.spec, params=(), mesh_info=unit.mesh_info), memo)
     spec = replace(spec, params=tuple(param.info for param in params))
-    twin.initialize(spec, GRADIENT_HOOKS, copy.deepcopy(unit.watch, memo), params)
-    for module in twin.modules:
+    duplicate.initialize(spec, GRADIENT_HOOKS, copy.deepcopy(unit.watch, memo), params)
+    for module in duplicate.modules:
         attach_copying(module)
-    choose_rest(twin)
-    if not twin.groups:
-        twin.build()
-    twin.reduce_by(copy.deepcopy(unit.gradients.stages, memo))
+    choose_rest(duplicate)
+    if not duplicate.groups:
+        duplicate.build()
+    duplicate.reduce_by(copy.deepcopy(unit.gradients.stages, memo))
     for param, other in pairs:
         memo[id(param.at_rest)] = other.at_rest
 
 
-def _follow_places(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
+def _follow_places(unit: Unit, duplicate: Unit, memo: dict[Any, Any]) -> None:
     """Places of tied parameters were copied after the unit's own modules."""
     params, grew = [param for param in unit.params if param.registered is not None], False
-    for param, other in zip(params, twin.params, strict=False):
+    for param, other in zip(params, duplicate.params, strict=False):
         info = _info_of_copy(param, memo)
         if len(info.places) > len(other.info.places):
             other.set_info(info)
             grew = True
     if grew:
-        twin.build()  # others read it now
+        duplicate.build()  # others read it now
 
 
 def _info_of_copy(param: ManagedParam, memo: dict[Any, Any]) -> ParamInfo:
@@ -162,7 +162,7 @@ def detach_copying(module: nn.Module) -> None:
 
 def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     copies: _Copies = memo.setdefault(_KEY, _Copies())
-    copies.prepare(states_below([module]), memo)
+    copies.memoize(states_below([module]), memo)
     copies.depth += 1
     detach_copying(module)
     try:

@@ -212,7 +212,7 @@ def show_at_rest(unit: Unit, module: nn.Module | None = None) -> None:
 def refuse_pickling(unit: Unit) -> None:
     if unit.is_sharded or unit.rest_mesh is not None:
         raise AnnotationError(
-            f"the annotated unit '{unit.name}' is spread over process groups, and cannot be"
+            f"the annotated unit '{unit.name}' is distributed over process groups, and cannot be"
             " pickled. Save its state_dict() (torch.distributed.checkpoint writes it from all"
             " ranks), or full_state_dict(model); copy.deepcopy(model) copies the model on all"
             " ranks"

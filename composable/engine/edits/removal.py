@@ -29,15 +29,15 @@ from composable.tensors.protocol import as_class_of
 from composable.torch_private import local_of
 
 # A value and its gradient.
-_Whole = tuple[Tensor, Tensor | None]
+_Gathered = tuple[Tensor, Tensor | None]
 # between `before_removal` and `restore`
-_gathered: Final[WeakKeyDictionary[Unit, list[_Whole]]] = WeakKeyDictionary()
+_gathered: Final[WeakKeyDictionary[Unit, list[_Gathered]]] = WeakKeyDictionary()
 
 
 def before_removal(units: Sequence[Unit]) -> None:
     """Gather whole parameters and gradients, on all ranks, before anything changes."""
     for unit in units:
-        unit.refuse_asleep("remove")
+        unit.refuse_offloaded("remove")
         if unit.gradients.has_unreduced:
             raise PhaseError(
                 f"remove: unit '{unit.name}' has gradients that were accumulated under no_sync"
@@ -59,7 +59,7 @@ def restore(unit: Unit) -> None:
     for each in (unit, *unit.relations.readers):
         each.forget_root()
     whole = _gathered.pop(unit, [])
-    for index, param in enumerate(unit.dissolve()):
+    for index, param in enumerate(unit.remove()):
         if param.own is not None:
             gradient = param.at_rest.grad
             if isinstance(gradient, DTensor):
@@ -75,7 +75,7 @@ def restore(unit: Unit) -> None:
     leave_tree(unit)
 
 
-def _whole(param: ManagedParam) -> _Whole:
+def _whole(param: ManagedParam) -> _Gathered:
     """The value and the gradient of a sharded parameter; all ranks call this."""
     form, at_rest = param.info.form, param.at_rest
     value = form.unsharded(at_rest)

@@ -101,7 +101,7 @@ class PostBackward:
 
     # --- in a backward ---------------------------------------------------------------------------
 
-    def enter(self, unit: UnitGradients, due: Due) -> None:
+    def begin_unit(self, unit: UnitGradients, due: Due) -> None:
         """Backward has come to the outputs of `unit`."""
         due.to_reduce.pop(unit, None)
         due.to_reduce[unit] = None
@@ -109,7 +109,7 @@ class PostBackward:
             # It will be reduced, whichever gradients come: autograd need not tell of them.
             unit.ignore()
 
-    def leave(self, unit: UnitGradients, due: Due) -> None:
+    def end_unit(self, unit: UnitGradients, due: Due) -> None:
         """Backward has left `unit`, and its parameters are resharded."""
         agreed, index = self._agreed, self._indices[unit]
         if agreed.in_one_order is None:

@@ -151,7 +151,7 @@ def counts_of(text: str, held: int) -> Counts:
 _BITS: Final = {"text": 4, "held": 4}
 
 
-class Row:
+class MessageRow:
     """The rows of messages with the gradients of these parameters.
 
     Args:
@@ -260,7 +260,7 @@ class Reducer:
     def make_stages(self, first: Stage | None, second: Stage | None) -> None:
         """From now on these make the stages; None: a collective."""
         self.first_stage, self.second_stage = first, second
-        self.plans: dict[tuple[bool, ...], Plan] = {}
+        self.plans: dict[tuple[bool, ...], ReducePlan] = {}
         every, shards = self.mesh_info.all.size, self.mesh_info.shard.size
         divisors = division_factors(self.precision.reduce, every)
         self.scales = [
@@ -271,11 +271,11 @@ class Reducer:
             for shards_only in (False, True)
         ]  # fmt: skip
 
-    def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
+    def plan_of(self, trainable: tuple[bool, ...]) -> ReducePlan:
         """The plan of a message while these parameters train."""
         plan = self.plans.get(trainable)
         if plan is None:
-            kind = KeptPlan if self.keeps else Plan
+            kind = KeptReducePlan if self.keeps else ReducePlan
             if len(self.plans) >= kind.most:
                 del self.plans[next(iter(self.plans))]  # the oldest
             plan = self.plans[trainable] = kind(self, trainable)
@@ -297,7 +297,7 @@ def _in_memory_order(
     return gradient.permute(slot.order) if slot.order else gradient
 
 
-class Plan:
+class ReducePlan:
     """How gradients travel while a given set of parameters trains.
 
     Attributes:
@@ -330,7 +330,7 @@ class Plan:
         self._ranks = info.shard.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         trained = [index for index, trains in enumerate(trainable) if trains]
-        self.row = Row(trained, compares=reducer.compares)
+        self.row = MessageRow(trained, compares=reducer.compares)
         self.layout: ReduceLayout = plan_reduction(
             reducer.slots,
             trainable,
@@ -491,7 +491,7 @@ class Plan:
         return rows
 
 
-class KeptPlan(Plan):
+class KeptReducePlan(ReducePlan):
     """The sums of every message arrive in the same memory, and gradients are views of it from step
     to step (`gradient_as_bucket_view`). Where other parameters train, the memory goes.
     """
@@ -563,7 +563,7 @@ class Reduction:
     def __init__(
         self,
         reducer: Reducer,
-        plan: Plan,
+        plan: ReducePlan,
         gradients: list[Tensor | None],
         counts: Counts,
         *,

@@ -1,9 +1,9 @@
-"""What a parameter is: a plain tensor, or one that its user has spread over ranks
-(`features/spread.py`). The annotation picks the form, and nothing else asks which one it is.
+"""What a parameter is: a plain tensor, or one that its user has distributed over ranks
+(`features/dtensor_form.py`). The annotation picks the form, and nothing else asks which one it is.
 
 A unit shards, gathers and reduces one tensor of each parameter on this rank, the *local* one: all
-of a plain parameter, this rank's part of one that is spread. The form says what is around it. How a
-parameter rests is its group's matter (`param_group.py`), and how it travels its gather's.
+of a plain parameter, this rank's part of one that is distributed. The form says what is around it.
+How a parameter rests is its group's matter (`param_group.py`), and how it travels its gather's.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ParamForm:
         """The comms along the user's dimensions."""
         return []
 
-    def refusal(self, name: str, newcomer: nn.Parameter) -> str:
-        """Why the parameter with this name cannot be replaced by `newcomer`; empty if it can."""
+    def refusal(self, name: str, replacement: nn.Parameter) -> str:
+        """Why the parameter with this name cannot be replaced by `replacement`; empty if it can."""
         return ""
 
     def uncut(self, parameter: DTensor) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from composable.comm.base import DONE, Again, Comm, Work
 from composable.comm.launch import Launch
-from composable.engine.params.layout import Layout, Route, Slot
+from composable.engine.params.layout import GatherLayout, Route, Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import Precision
 from composable.memory.elastic import ElasticBuffer
@@ -46,7 +46,7 @@ class Gather:
     def __init__(
         self,
         copied: Sequence[tuple[ManagedParam, Slot]],
-        layout: Layout,
+        layout: GatherLayout,
         precision: Precision,
         device: torch.device,
         comm: Comm,
@@ -80,7 +80,7 @@ class Gather:
     def buffer_of(self, slot: Slot) -> ElasticBuffer:
         return self.late if slot.route is Route.PACKED and self.late.nbytes else self.full
 
-    def _room(self, slot: Slot) -> Tensor:
+    def _target(self, slot: Slot) -> Tensor:
         """The elements of the full buffers that are reserved for a parameter."""
         return self.buffer_of(slot).stretch(slot.full_start, slot.full_numel).data
 
@@ -95,24 +95,26 @@ class Gather:
         mine = sent.stretch(start, numel).data if sent.nbytes else self._read(start, numel)
         self.pairs.append((into, mine))
 
-    def _plan_sending(self, copied: Sequence[tuple[ManagedParam, Slot]], layout: Layout) -> None:
+    def _plan_sending(
+        self, copied: Sequence[tuple[ManagedParam, Slot]], layout: GatherLayout
+    ) -> None:
         for slot in layout.of(Route.DIRECT):
-            self._send(slot.shard_start, slot.chunk_numel, self._room(slot))
+            self._send(slot.shard_start, slot.chunk_numel, self._target(slot))
         targets, sources = self._casts
         for param, slot in copied:
             if self._shard is not None:
-                targets.append(self._room(slot))
+                targets.append(self._target(slot))
                 sources.append(self._read(slot.shard_start, slot.numel))
             else:
                 assert param.own is not None
-                targets.append(self._room(slot).view(slot.shape))
+                targets.append(self._target(slot).view(slot.shape))
                 (own,) = locals_of([param.own.data])
                 sources.append(own.permute(slot.order) if slot.order else own)
         if self._sent.nbytes:
             targets.append(self._sent.tensor.data)
             sources.append(self._read(0, layout.cut_numel))
 
-    def _plan_packed(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def _plan_packed(self, layout: GatherLayout, dtype: torch.dtype, device: torch.device) -> None:
         """Packed parameters arrive in staging buffers, a row per rank, and are copied out.
 
         On an accelerator one kernel copies all that are cut along their first dimension, if nothing
@@ -139,7 +141,7 @@ class Gather:
         ranks, sizes, targets = len(rows), list[int](), list[Tensor]()
         for slot, end in zip(slots, ends, strict=True):
             sizes.append(slot.chunk_numel)
-            targets.append(self._room(slot).view(ranks, slot.chunk_numel))
+            targets.append(self._target(slot).view(ranks, slot.chunk_numel))
             if padding := end - slot.shard_start - slot.chunk_numel:
                 sizes.append(padding)
                 targets.append(rows.new_empty(ranks, padding))

@@ -109,7 +109,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GatherLayout:
     """The shard buffer holds direct parameters, then packed ones side by side (that stretch is the
     message), then whole ones.
 
@@ -173,7 +173,7 @@ def plan_layout(
     align: int = 16,
     packed_align: int = 1,
     late: bool = True,
-) -> Layout:
+) -> GatherLayout:
     """Lay parameters out over `num_shards` ranks.
 
     Args:
@@ -212,7 +212,7 @@ def plan_layout(
             shard = round_up(shard + chunk, align if route is Route.DIRECT else packed_align)
             sizes[buffer] = round_up(sizes[buffer] + slot.full_numel, align)
         ends[route] = shard
-    return Layout(
+    return GatherLayout(
         slots=tuple(map(slots.__getitem__, range(len(specs)))),
         num_shards=num_shards,
         shard_numel=shard,

@@ -289,12 +289,12 @@ class ManagedParam:
     def follow_grad_dtype(self) -> None:
         self.grad_dtype = chosen_grad_dtype(self.at_rest)
 
-    def follow(self, newcomer: nn.Parameter) -> None:
+    def follow(self, replacement: nn.Parameter) -> None:
         """The user registered another parameter at one of the places."""
-        self.grad_dtype = chosen_grad_dtype(newcomer) or self.grad_dtype
-        if not isinstance(newcomer, DTensor):
-            self.original = ref(newcomer)  # an optimizer that was made before now may hold it
-        self.register(newcomer)
+        self.grad_dtype = chosen_grad_dtype(replacement) or self.grad_dtype
+        if not isinstance(replacement, DTensor):
+            self.original = ref(replacement)  # an optimizer that was made before now may hold it
+        self.register(replacement)
 
     @property
     def fqn(self) -> str:
@@ -537,7 +537,7 @@ def chosen_grad_dtype(parameter: nn.Parameter) -> torch.dtype | None:
 
 def keep_gradients_in(dtype: torch.dtype, parameter: nn.Parameter) -> None:
     """Let the parameter's gradient have `dtype`; torch accepts the parameter's own only, unless
-    told otherwise.
+    `grad_dtype` is set.
     """
     if getattr(parameter, "grad_dtype", dtype) != dtype:
         gradient, parameter.grad = parameter.grad, None

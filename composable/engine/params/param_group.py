@@ -55,7 +55,7 @@ from composable.comm.base import DONE, Comm, Work
 from composable.comm.launch import Launch, LaunchKind
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.params.gather import Gather, Neighbours
-from composable.engine.params.layout import Layout, ParamShape, Route, Slot, plan_layout
+from composable.engine.params.layout import GatherLayout, ParamShape, Route, Slot, plan_layout
 from composable.engine.params.param import (
     ManagedParam,
     copy_attributes,
@@ -163,7 +163,7 @@ class ParamGroup(ABC):
 
     # --- construction ----------------------------------------------------------------------------
 
-    def _plan(self) -> Layout:
+    def _plan(self) -> GatherLayout:
         traits, precision = self.comm.traits, self.precision
         specs = []
         for param in self.params:
@@ -248,12 +248,12 @@ class ParamGroup(ABC):
         coming = [index for index, stays in enumerate(self._stays) if not stays]
         computes = [param.compute for param in self.params]
         # Autograd may have saved a `DTensor`, or its local tensor.
-        spread = [index for index in coming if isinstance(computes[index], DTensor)]
+        dtensors = [index for index in coming if isinstance(computes[index], DTensor)]
         self._counters = (
             *[computes[index] for index in coming],
-            *locals_of([computes[index] for index in spread]),
+            *locals_of([computes[index] for index in dtensors]),
         )
-        self._numbers = (*coming, *spread)  # of which parameter each counter is
+        self._numbers = (*coming, *dtensors)  # of which parameter each counter is
         self._versions = tuple(map(version_of, self._counters))
         self._absent = (ABSENT,) * len(self._counters)
         apart = any(param.compute is not param.at_rest for param in self.params)
@@ -264,7 +264,7 @@ class ParamGroup(ABC):
         locals_ = locals_of([param.at_rest for param in self.params])
         self._addresses = [local.data_ptr() for local in locals_]
         # of DTensors, which `model.to()` exchanges; weak, for that is to free memory
-        self._locals = list(map(ref, self._spread_locals()))
+        self._locals = list(map(ref, self._local_tensors()))
         set_versions(self._counters, self._absent)
 
     def _aliased(self, slot: Slot) -> bool:
@@ -292,9 +292,9 @@ class ParamGroup(ABC):
             # moves: hooks in C++, and the label, stay behind
             if label_of(at_rest) is None:
                 set_label(at_rest, param, self.unit, "at_rest")
-        return changed or any(map(is_not, self._spread_locals(), map(call, self._locals)))
+        return changed or any(map(is_not, self._local_tensors(), map(call, self._locals)))
 
-    def _spread_locals(self) -> list[Tensor]:
+    def _local_tensors(self) -> list[Tensor]:
         return [local_of(p.at_rest) for p in self.params if isinstance(p.at_rest, DTensor)]
 
     def recast(self) -> list[ManagedParam]:

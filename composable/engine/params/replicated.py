@@ -24,7 +24,7 @@ class ReplicatedGroup(ParamGroup):
         rest_mesh: the mesh on which they rest as `DTensor(Replicate)`, next to shards; None: they
             rest as users made them.
         read_apart: modules of other units compute with some of them, in calls that this unit does
-            not hear of.
+            not see.
     """
 
     def __init__(self, *args: Any, rest_mesh: DeviceMesh | None, read_apart: bool) -> None:

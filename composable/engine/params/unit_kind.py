@@ -10,7 +10,7 @@ class UnitKind(enum.Enum):
 
     Those of BESIDE rest as `DTensor(Replicate)`, as optimizers and clipping expect next to shards,
     if the unit has the ranks of the shards around it (`choose_rest`). Otherwise, and if they are
-    spread by users or have sparse gradients, they rest as users made them.
+    distributed by users or have sparse gradients, they rest as users made them.
     """
 
     SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"

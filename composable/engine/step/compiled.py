@@ -1,6 +1,6 @@
 """Compiled autograd: backwards that a compiler records, and runs later.
 
-It records a graph of all nodes and hooks, in which it cannot be told when a backward ends. So the
+It records a graph of all nodes and hooks, in which the end of a backward cannot be seen. So the
 engine refuses them, but where the compiler reduces the gradients as well: for models that are only
 replicated (`DECISIONS.traced`, `features/traced.py`). `Root.eager_because` says why not, of the
 last forward; it is empty where it does, and then backward does not come to the engine.

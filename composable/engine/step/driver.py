@@ -6,7 +6,7 @@ decided where a forward or a backward enters or leaves a unit (`root.py`, `order
 and reshards.
 
 * `Driver.visit` makes one visit. A rank that computes says which ones it makes, in the order of
-  `Event` (`join`): forward and backward are driven.
+  `StepEvent` (`join`): forward and backward are driven.
 * `Driver.pass_through` makes those of a forward of a module, for the units in it in the order of
   `.modules()` (`skipped`). Backward comes by itself, to nodes that it puts into the graph.
 
@@ -34,15 +34,15 @@ from composable.engine.step.unit import InputGradMode, Unit, UnitCall, unit_of
 from composable.engine.step.visit import Visit, end_call, pre_backward
 
 
-class Event(enum.IntEnum):
+class StepEvent(enum.IntEnum):
     """What one unit does; what its `detail`, a number, says."""
 
     # A forward of the module with this index, or its recomputation, begins.
-    ENTER = 0
+    PRE_FORWARD = 0
     OUTPUT = 1  # that forward has outputs through which backward will come
-    LEAVE = 2  # it ends; 1: parameters must outlive it
+    POST_FORWARD = 2  # it ends; 1: parameters must outlive it
     OPEN = 3  # a backward begins in the unit's root
-    BACK = 4  # it enters the unit; 1: by the first output of a forward
+    PRE_BACKWARD = 4  # it enters the unit; 1: by the first output of a forward
     GRADIENT = 5  # a parameter has a gradient, and its unit was not entered
     # It ends, as far as this root is concerned: it launches the rest; 1: a backward around it goes
     # on, of other roots.
@@ -66,27 +66,27 @@ class Driver:
         """What backwards do with the gradients of each unit now: another rank does the same."""
         return [unit.gradients.accumulation.now for unit in self._units]
 
-    def visit(self, index: int, event: Event, detail: int) -> None:
+    def visit(self, index: int, event: StepEvent, detail: int) -> None:
         """Do with a unit what another rank says that it does, and compute nothing."""
         unit = self._units[index]
         root = root_of(unit)
         match event:
-            case Event.ENTER:
+            case StepEvent.PRE_FORWARD:
                 _enter(unit, unit.modules[detail])
-            case Event.OUTPUT:
+            case StepEvent.OUTPUT:
                 unit.count(1)
-            case Event.LEAVE:
+            case StepEvent.POST_FORWARD:
                 end_call(unit.pop_call(), keep=bool(detail))
-            case Event.OPEN:
+            case StepEvent.OPEN:
                 root.open_backward()
-            case Event.BACK:
+            case StepEvent.PRE_BACKWARD:
                 unit.count(-detail)
                 pre_backward(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward
-            case Event.GRADIENT:
+            case StepEvent.GRADIENT:
                 root.on_gradient(unit, unit.params[0])
-            case Event.END:
+            case StepEvent.END:
                 root.launch_remaining()
-            case Event.LANDED:
+            case StepEvent.LANDED:
                 root.finish_backward()
 
     def backward(self, modes: Sequence[SyncMode], follow: Callable[[], None]) -> None:

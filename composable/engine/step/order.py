@@ -5,7 +5,7 @@
 | what does a forward gather ahead? | what comes behind its `Forward.cursor` in `GatherOrder.recorded` | `GatherOrder.follow` |
 | which order is that? | that of the first forward, in which the ranks were compared; then that of the last forward whose backward has landed | `GatherOrder.learn`, `GatherOrder.end_backward` |
 | when do ranks compare where they are? | where they enter a unit for the first time, and at the end of that forward | `Unit.compared` |
-| how do ranks compute a frozen unit that this one skips? | `Unit.input_grad_modes`, for the pattern of units that train | forwards with gradients, see `GatherOrder.enter` |
+| how do ranks compute a frozen unit that this one skips? | `Unit.input_grad_modes`, for the pattern of units that train | forwards with gradients, see `GatherOrder.pre_forward` |
 
 Forwards without gradients follow the order and do not change it, except for the first. Where
 everything is gathered already (`keep_unsharded`) each rank may run what it likes: nothing is
@@ -96,7 +96,7 @@ class GatherOrder:
         if forward.module.training:
             self._trained.append(forward.number)
 
-    def enter(self, unit: Unit, forward: Forward, inputs: object) -> None:
+    def pre_forward(self, unit: Unit, forward: Forward, inputs: object) -> None:
         """A forward enters `unit`.
 
         1. The cursor goes behind the unit in the recorded order.

@@ -135,9 +135,9 @@ def prepare_roots(units: Sequence[Unit]) -> None:
     """
     with torch.no_grad():
         for root in planned_roots(units):
-            # what is shown, asleep or between two of its modules holds other tensors, on purpose
+            # what is shown, offloaded or between two of its modules holds other tensors, on purpose
             if root.phase in (Phase.IDLE, Phase.WAITING) and not any(
-                unit.kept_by or unit.shown_by or unit.asleep or unit.step.to_run
+                unit.kept_by or unit.shown_by or unit.is_offloaded or unit.step.to_run
                 for unit in root.units
             ):
                 root.prepare()

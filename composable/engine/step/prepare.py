@@ -83,13 +83,13 @@ class Preparation:
             return
         self._watched = None
         for unit in root.units:  # whose roots are planned anew, so that nothing is watched
-            unit.refuse_asleep("forward")
+            unit.refuse_offloaded("forward")
         # `summon_full_params` shows other tensors, in which ties are no news
         if not root.in_step and not any(unit.shown_by for unit in root.units):
             follow_ties(root.units, _left_alone(root.units))
         below = dict.fromkeys((*root.units, *units_below(root.modules)))
         owners = _owners(below)
-        strangers = _look_for_newcomers(root, below, owners)
+        unmanaged = _look_for_unmanaged(root, below, owners)
         # without its hooks, an annotation around a unit would not be noticed at all
         around = dict.fromkeys(
             each for unit in root.units for each in (unit, *unit.relations.units_around())
@@ -98,9 +98,9 @@ class Preparation:
             _refuse_cleared_hooks(unit)
         seen = [_look_into(unit, root, owners) for unit in root.units]
         if all(seen):
-            self._note(around, strangers)
+            self._note(around, unmanaged)
 
-    def _note(self, around: Iterable[Unit], strangers: list[nn.Parameter]) -> None:
+    def _note(self, around: Iterable[Unit], unmanaged: list[nn.Parameter]) -> None:
         params = [param for unit in self._root.units for param in unit.params]
         places = [place for param in params for place in param.info.places]
         tables = [place.module._parameters for place in places]
@@ -116,7 +116,7 @@ class Preparation:
             same = [(resting, dict.get, tables, names), _as_now(local_of, sharded)]
             equal = [
                 _as_now(trainability, at_rest),
-                _as_now(trainability, strangers),
+                _as_now(trainability, unmanaged),
                 # A shard's memory is the engine's; that of users' own parameters may be exchanged
                 # (`param.data = ...`).
                 _as_now(Tensor.numel, shards),
@@ -171,7 +171,7 @@ def _owners(units: Iterable[Unit]) -> dict[int, Holder]:
     }
 
 
-def _look_for_newcomers(
+def _look_for_unmanaged(
     root: Root, below: Iterable[Unit], owners: Mapping[int, Holder]
 ) -> list[nn.Parameter]:
     """Refuse trainable parameters below a unit that no unit manages, and ties that came after the
@@ -184,7 +184,7 @@ def _look_for_newcomers(
         Frozen parameters that no unit manages: refused once they train.
     """
     known = holders_of(below).keys() | _left_alone(below)
-    strangers = []
+    unmanaged = []
     for unit in root.units:
         found = []
         for place, parameter in (
@@ -202,7 +202,7 @@ def _look_for_newcomers(
             elif parameter.requires_grad:
                 found.append(f"'{place.fqn}'")
             else:
-                strangers.append(parameter)
+                unmanaged.append(parameter)
         if found and not _is_alone(root):
             verb = unit.spec.verb
             raise AnnotationError(
@@ -211,7 +211,7 @@ def _look_for_newcomers(
                 f" remove(module, {verb}) and annotate again, with ignored_params= for those"
                 " that are to be trained as they are"
             )
-    return strangers
+    return unmanaged
 
 
 @outside_transforms
@@ -289,7 +289,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         for place, parameter in registered_parameters(model, stop=())
         if parameter.requires_grad
         and not _is_managed(parameter)
-        and not isinstance(parameter, DTensor)  # which somebody else spreads, and reduces
+        and not isinstance(parameter, DTensor)  # which somebody else distributes, and reduces
         and place not in ignored
     ]
     if names:
@@ -328,7 +328,7 @@ def is_called(modules: Iterable[nn.Module]) -> bool:
 
 
 def _averages(ddp: Any, units: Sequence[Unit]) -> bool:
-    """Whether DDP was not told to ignore all parameters of these units."""
+    """Whether DDP was not asked to ignore all parameters of these units."""
     managed = {id(param.at_rest) for unit in units for param in unit.params}
     ignored = getattr(ddp, "parameters_to_ignore", ())
     return any(
@@ -393,24 +393,26 @@ def _refuse_optimizers_of_torch(unit: Unit) -> None:
 def _adopt(unit: Unit, owners: Mapping[int, Holder]) -> bool:
     """Whether the unit has to be built anew, since its parameters were replaced, moved or cast."""
     # what is refused is refused before anything changes
-    newcomers = {
-        param: newcomer for param in unit.params if (newcomer := _newcomer(unit, param)) is not None
+    replacements = {
+        param: replacement
+        for param in unit.params
+        if (replacement := _replacement(unit, param)) is not None
     }
-    elsewhere = [other for newcomer in newcomers.values() if (other := unit_of(newcomer))]
+    elsewhere = [other for replacement in replacements.values() if (other := unit_of(replacement))]
     owners = {**_owners(elsewhere), **owners}
-    tied = [param for param, newcomer in newcomers.items() if id(newcomer) in owners]
+    tied = [param for param, replacement in replacements.items() if id(replacement) in owners]
     for param in tied:  # managed where it was before
         where = f"parameter '{param.fqn}' of unit '{unit.name}'"
-        _refuse_late_tie(where, *owners[id(newcomers[param])])
+        _refuse_late_tie(where, *owners[id(replacements[param])])
     changed = [group for group in unit.groups if group.adopt_changes()]
-    for param, newcomer in newcomers.items():
+    for param, replacement in replacements.items():
         set_label(param.at_rest, param, unit.name, "replaced")
-        param.follow(newcomer)
+        param.follow(replacement)
     unit.give(tied)
-    return bool(newcomers or changed)
+    return bool(replacements or changed)
 
 
-def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
+def _replacement(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
     """The parameter that a user registered in place of the at-rest one; None if there is none."""
     name, at_rest = param.fqn, param.at_rest
     held = [found for place in param.info.places if (found := place.registered) is not None]
@@ -456,9 +458,9 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
         and (other.device_mesh, other.placements) != (at_rest.device_mesh, at_rest.placements)
     ):
         raise ForeignParameterError(
-            f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is spread"
-            f" otherwise: {other.placements} over {describe_mesh(other.device_mesh)}, where the"
-            f" unit has {at_rest.placements} over {describe_mesh(at_rest.device_mesh)}. Register"
-            " its full_tensor(), or load it with load_state_dict()"
+            f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is"
+            f" distributed otherwise: {other.placements} over {describe_mesh(other.device_mesh)},"
+            f" where the unit has {at_rest.placements} over {describe_mesh(at_rest.device_mesh)}."
+            " Register its full_tensor(), or load it with load_state_dict()"
         )
     return other

@@ -327,13 +327,13 @@ class Root:
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def enter_forward(self, call: UnitCall, inputs: object) -> None:
+    def pre_forward(self, call: UnitCall, inputs: object) -> None:
         """A module is about to compute.
 
         1. The outermost one begins the forward (`_begin`).
         2. With gradients, the units around note that this one ran inside: backward asks.
         3. Units that were kept after forward are freed, as memory is about to be taken.
-        4. The unit is gathered, and others ahead (`GatherOrder.enter`). This may compare the ranks.
+        4. The unit is gathered, and others ahead (`GatherOrder.pre_forward`). Ranks may compare.
         5. The call notes whether backward must enter it on all ranks or on none: inside of another
            call. Buckets by arrival go without an entrance, unless roots share the unit.
 
@@ -364,7 +364,7 @@ class Root:
         try:
             if iteration.last and not unit.is_unsharded:
                 self._free_last(unit, iteration)
-            self.order.enter(unit, forward, inputs)
+            self.order.pre_forward(unit, forward, inputs)
         except BaseException:
             self.on_error(unit)
             raise
@@ -465,7 +465,7 @@ class Root:
                 del iteration.last[other]
                 other.free()
 
-    def leave_forward(self, call: UnitCall, *, keep: bool) -> None:
+    def post_forward(self, call: UnitCall, *, keep: bool) -> None:
         """A module has computed.
 
         Args:
@@ -589,7 +589,7 @@ class Root:
         self.post_backward.buckets.open(by_arrival=by_arrival)
         for unit in self.shared:
             # On all ranks: its buckets go out also if this rank's batch did not come to it, and a
-            # recomputation is told from a forward only while its root is in a step. One with shards
+            # recomputation differs from a forward only while its root is in a step. One with shards
             # that has no root was not computed since the tree changed.
             if unit.root is not None or unit.kind is UnitKind.ARRIVAL:
                 self._root_of(unit).open_backward()
@@ -621,7 +621,7 @@ class Root:
             if root is not self
         )
 
-    def enter_backward(self, call: UnitCall) -> None:
+    def pre_backward(self, call: UnitCall) -> None:
         """Backward is about to go through an output that `call` made."""
         unit, iteration = call.unit, self.open_backward()
         if call.number is not None:
@@ -661,12 +661,12 @@ class Root:
             fewer_run = unit.mesh_info.all.size < other.mesh_info.all.size
             if other.step.pending > 0 and (fewer_run or unit.kind is UnitKind.BESIDE):
                 continue
-            self._leave_backward(other, iteration)
+            self._end_unit(other, iteration)
             if other.step.pending <= 0 and UNSEEN not in other.step.needed_by:
-                self.post_backward.leave(other.gradients, iteration.due)
+                self.post_backward.end_unit(other.gradients, iteration.due)
         iteration.active[unit] = None
         unit.need(BACKWARD)
-        self.post_backward.enter(unit.gradients, iteration.due)
+        self.post_backward.begin_unit(unit.gradients, iteration.due)
         finished = iteration.finished
         if unit in finished:
             while finished.pop() is not unit:
@@ -694,7 +694,7 @@ class Root:
         Outside of forwards that is a penalty on parameters: the same on all ranks, and right. If
         backward is in the middle of a forward, the forward has mixed the parameter with this rank's
         batch. It runs the newest nodes first, so it is in the middle if it comes to another unit of
-        the same forward afterwards: `enter_backward` looks.
+        the same forward afterwards: `pre_backward` looks.
         """
         iteration = self._backward_iteration()
         if iteration is not None:
@@ -709,12 +709,12 @@ class Root:
             " on parameters belong outside of forward"
         )
 
-    def _leave_backward(self, unit: Unit, iteration: Iteration) -> None:
+    def _end_unit(self, unit: Unit, iteration: Iteration) -> None:
         """Backward has gone through `unit`: free its parameters, before its gradients are copied
         into a message.
         """
         iteration.active.pop(unit, None)
-        unit.leave_backward(in_forward=bool(self.step.running))
+        unit.post_backward(in_forward=bool(self.step.running))
         if len(unit.modules) == 1 or unit.step.pending <= 0:
             unit.free()  # of several modules: when backward has been in all that ran
 
@@ -731,7 +731,7 @@ class Root:
             units = {unit.gradients: unit for unit in self.units}
             unseen = [unit.gradients for unit in self.units if UNSEEN in unit.step.needed_by]
             for gradients in self.post_backward.remaining(iteration.due, unseen):
-                self._leave_backward(units[gradients], iteration)
+                self._end_unit(units[gradients], iteration)
                 self.post_backward.reduce(gradients, iteration.due)
             self.post_backward.launch_last(iteration.due)
 

@@ -268,14 +268,14 @@ class Relations:
             *dict.fromkeys((*below, *around, *(each for u in around for each in u.relations.below)))
         ]
 
-    def resemble(self, original: Relations, twins: Mapping[Unit, Unit]) -> None:
+    def copy_from(self, original: Relations, copies: Mapping[Unit, Unit]) -> None:
         """Those of a copy, among the units that were copied with it."""
         self.below, self.readers = (
-            {twins[unit]: None for unit in related if unit in twins}
+            {copies[unit]: None for unit in related if unit in copies}
             for related in (original.below, original.readers)
         )
-        around = [unit for unit in original.units_around() if unit in twins]
-        self.around = {twins[unit].relations.number: ref(twins[unit]) for unit in around}
+        around = [unit for unit in original.units_around() if unit in copies]
+        self.around = {copies[unit].relations.number: ref(copies[unit]) for unit in around}
         group = original.model_group
         known = group is not None and group() in [unit.mesh_info.all.group for unit in around]
         self.model_group = group if known else None
@@ -316,7 +316,7 @@ class Unit:
         # How a frozen unit was last computed while these units of the root trained
         # (`GatherOrder.training`). Backward must enter it on all ranks or on none. A rank that
         # skips the unit (`skipped`) has no inputs to go by, so ranks that compute it send it their
-        # mode in the first forward (`GatherOrder.enter`).
+        # mode in the first forward (`GatherOrder.pre_forward`).
         self.input_grad_modes: dict[tuple[Agreed, tuple[bool, ...]], InputGradMode] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
@@ -326,7 +326,9 @@ class Unit:
         # the scope, if any, in which modules hold whole parameters for the user to edit; they are
         # not computed with
         self.shown_by = ""
-        self.asleep = False  # its parameters rest on the host, and it has no groups, until `wake`
+        self.is_offloaded = (
+            False  # its parameters rest on the host, and it has no groups, until `restore`
+        )
 
         self.undo: list[Callable[[], object]] = []  # of `watch`, for parameters that came later
 
@@ -400,19 +402,19 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            spread = not self.is_sharded and not param.info.form.is_whole
+            in_parts = not self.is_sharded and not param.info.form.is_whole
             mesh_info = param.info.mesh_info or self.mesh_info
-            key = (precision, device, mesh_info, sparse, spread)
+            key = (precision, device, mesh_info, sparse, in_parts)
             alike.setdefault(key, []).append(param)
         self.groups = []
-        for (precision, device, mesh_info, sparse, spread), members in alike.items():
+        for (precision, device, mesh_info, sparse, in_parts), members in alike.items():
             if self.is_sharded:
                 self.groups += spec.grouping.groups(members, precision, device, mesh_info)
                 continue
             self.groups.append(  # users' own memory; nothing is gathered, but casts are made
                 ReplicatedGroup(
                     members, precision, device, mesh_info,
-                    rest_mesh=None if sparse or spread else self.rest_mesh,
+                    rest_mesh=None if sparse or in_parts else self.rest_mesh,
                     # the root shows those next to shards as long as it computes
                     read_apart=bool(self.relations.readers) and self.kind is not UnitKind.BESIDE,
                 )
@@ -735,7 +737,7 @@ class Unit:
         self.step.needed_by.pop(why, None)
         self.hold_at_rest()
 
-    def leave_backward(self, *, in_forward: bool) -> None:
+    def post_backward(self, *, in_forward: bool) -> None:
         """Backward has gone through the unit.
 
         Args:
@@ -759,7 +761,7 @@ class Unit:
         if not in_forward:
             step.needed_by.pop(ROOT_RUNS, None)
         if self._is_in or step.to_run or step.needed_by:
-            self.leave_backward(in_forward=in_forward)
+            self.post_backward(in_forward=in_forward)
 
     def lose_backward(self) -> None:
         """The backward raised: nothing needs the parameters. Modules hold at-rest ones."""
@@ -848,7 +850,7 @@ class Unit:
         self.hide()
         self.reshard()
         self.mesh_info = mesh_info
-        if self.groups:  # `wake` builds those of a unit on the host
+        if self.groups:  # `restore` builds those of a unit on the host
             self.build()  # messages are laid out anew
         self.forget_root()
 
@@ -875,17 +877,16 @@ class Unit:
 
     # --- between steps: what `engine/edits/` tells it --------------------------------------------
 
-    def refuse_asleep(self, what: str) -> None:
-        if self.asleep:
+    def refuse_offloaded(self, what: str) -> None:
+        if self.is_offloaded:
             raise PhaseError(
                 f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call"
-                " restore()"
-                " on what that returned first, on all ranks"
+                " restore() on what that returned first, on all ranks"
             )
 
-    def sleep(self, move: Callable[[Tensor], Tensor] | None) -> None:
+    def offload(self, move: Callable[[Tensor], Tensor] | None) -> None:
         """Rest elsewhere, without groups; None: there is nothing to move."""
-        self.asleep = True
+        self.is_offloaded = True
         if move is not None:
             self.gradients.clear()
             for group in self.groups:
@@ -893,16 +894,16 @@ class Unit:
             self.groups = []
             self._swap = ParameterSwap(())
 
-    def wake(self) -> None:
-        """The inverse of `sleep`."""
-        self.asleep = False
+    def restore(self) -> None:
+        """The inverse of `offload`."""
+        self.is_offloaded = False
         if not self.groups:
             for param in self.params:
                 if param.own is not None:  # shards are brought when the groups are built
                     param.move(lambda tensor: tensor.to(self.mesh_info.device))
             self.build()
 
-    def dissolve(self) -> list[ManagedParam]:
+    def remove(self) -> list[ManagedParam]:
         """It is removed: it gives up hooks, groups and modules. Returns its parameters."""
         self.gradients.clear()
         self.gradients.stages.attach(self.gradients, ())  # hooks are not called for it any more

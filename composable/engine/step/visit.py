@@ -73,7 +73,7 @@ class Visit:
             call = UnitCall(unit, unit.step, module, next_node(), root)
             for notify in OBSERVERS.pre_forward:
                 notify(root, call)
-            root.enter_forward(call, (args, kwargs) if computes else None)
+            root.pre_forward(call, (args, kwargs) if computes else None)
         self._is_entering = False
         unit.push_call(call)
         policy, device = unit.spec.mp_policy, unit.mesh_info.device
@@ -174,7 +174,7 @@ def end_call(call: UnitCall, *, keep: bool) -> None:
         for notify in OBSERVERS.post_forward:
             notify(root, call, keep)
         if call.root is root:  # otherwise it recomputes, and backward needs the unit next
-            root.leave_forward(call, keep=keep)
+            root.post_forward(call, keep=keep)
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def pre_backward(call: UnitCall, *_: object) -> None:
     if unit.modules:
         # anew, if a unit came or went since the forward
         root = unit.root or plan_root(unit)
-        root.enter_backward(call)
+        root.pre_backward(call)
     elif unit.is_sharded and unit.spec.params:
         raise PhaseError(
             f"fully_shard was removed from unit '{unit.name}' between a forward and its backward:"

@@ -18,7 +18,7 @@ GB: Final = 10**9
 
 
 def unit_for(nbytes: float) -> tuple[int, str]:
-    """The unit in which an amount of memory is told: bytes, and its name."""
+    """The unit in which an amount of memory is printed: bytes, and its name."""
     for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
         if nbytes >= unit / 10:
             return unit, name
@@ -101,7 +101,7 @@ class Device:
 
 
 def _tensor_cores(half: float, single: float) -> Mapping[torch.dtype, float]:
-    """Matrix products of 16 bits, and of float32 as torch computes them unless told otherwise."""
+    """Matrix products of 16 bits, and of float32 as torch computes them by default."""
     return MappingProxyType(
         {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: single}
     )

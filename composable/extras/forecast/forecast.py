@@ -31,8 +31,8 @@ from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device, device_of
 from composable.extras.forecast.machine import (
     COMPUTE,
-    Kind,
     Machine,
+    MemoryKind,
     VirtualComm,
     VirtualLocalComm,
     form_group,
@@ -96,7 +96,7 @@ def forecast(
         loss: of the model and a batch, a scalar. None: `.loss` of what the model returns, else the
             sum of its first tensor.
         steps: the last one counts. Orders are recorded in the first.
-        progress: is told every few seconds what runs.
+        progress: called every few seconds with what runs.
 
     Raises:
         ForecastError: the program reads a value of a tensor, in the message with the module; it
@@ -392,13 +392,13 @@ def _label_resting(machine: Machine, model: nn.Module) -> None:
     for unit in units_in(model):
         for group in unit.groups:
             if group.shard is not None:
-                machine.hold_for(group.shard.untyped_storage(), Kind.PARAMETERS)
+                machine.hold_for(group.shard.untyped_storage(), MemoryKind.PARAMETERS)
             for buffer in () if group.gather is None else group.gather.buffers:
-                machine.hold_for(buffer.tensor.untyped_storage(), Kind.UNSHARDED)
+                machine.hold_for(buffer.tensor.untyped_storage(), MemoryKind.UNSHARDED)
     for tensor in (*model.parameters(), *model.buffers()):
         storage = local_tensor(tensor).untyped_storage()
         if machine.kind_of(storage) is not None:  # else it is a part of the unit's shards
-            machine.hold_for(storage, Kind.PARAMETERS)
+            machine.hold_for(storage, MemoryKind.PARAMETERS)
 
 
 def train(
@@ -430,7 +430,7 @@ def train(
             stepping.step()
             for state in stepping.state.values():
                 for tensor in tensors_in(state):
-                    machine.hold_for(local_tensor(tensor).untyped_storage(), Kind.OPTIMIZER)
+                    machine.hold_for(local_tensor(tensor).untyped_storage(), MemoryKind.OPTIMIZER)
         end = machine.end_step()
         del kept
     subject = _subject_of(model, batch, stepping)

@@ -4,7 +4,7 @@ Note [Virtual time]
 Programs run as they are, in one process, over tensors of the host whose memory nobody touches.
 Every operation and every collective is skipped; what it would take on the device is added to the
 clock of the stream that it was given to. An operation starts when its stream is free, what the
-stream was told to wait for is over, and the host has launched it. What is modelled, and with which
+stream waits for is over, and the host has launched it. What is modelled, and with which
 figures, says `Device`. Collectives of one process group run one after the other, in the order in
 which they were launched, whatever their streams, as NCCL's do on one communicator.
 """
@@ -40,7 +40,7 @@ COMPUTE: Final = "compute"
 BACKEND: Final = "virtual"
 
 
-class Kind(IntEnum):
+class MemoryKind(IntEnum):
     """What memory is for."""
 
     PARAMETERS = 0
@@ -53,13 +53,13 @@ class Kind(IntEnum):
 
 
 KINDS: Final = {
-    Kind.PARAMETERS: "parameters, buffers",
-    Kind.OPTIMIZER: "optimizer state",
-    Kind.GRADIENTS: "gradients",
-    Kind.UNSHARDED: "unsharded parameters",
-    Kind.MESSAGES: "messages",
-    Kind.ACTIVATIONS: "activations, temporaries",
-    Kind.IDLE: "idle blocks of the host",
+    MemoryKind.PARAMETERS: "parameters, buffers",
+    MemoryKind.OPTIMIZER: "optimizer state",
+    MemoryKind.GRADIENTS: "gradients",
+    MemoryKind.UNSHARDED: "unsharded parameters",
+    MemoryKind.MESSAGES: "messages",
+    MemoryKind.ACTIVATIONS: "activations, temporaries",
+    MemoryKind.IDLE: "idle blocks of the host",
 }
 
 
@@ -77,7 +77,7 @@ class Span:
 class _Block:
     storage: Any  # a weak reference
     nbytes: int
-    kind: Kind
+    kind: MemoryKind
 
 
 @dataclass
@@ -86,12 +86,12 @@ class Peak:
 
     Attributes:
         total: bytes.
-        by_kind: bytes of each `Kind`.
+        by_kind: bytes of each `MemoryKind`.
         where: the phase, and the unit.
     """
 
     total: int = 0
-    by_kind: tuple[int, ...] = (0,) * len(Kind)
+    by_kind: tuple[int, ...] = (0,) * len(MemoryKind)
     where: str = ""
 
 
@@ -130,7 +130,7 @@ class Machine(Streams):
     on_host: list[int] = field(default_factory=lambda: [0, 0])
     pinned: WeakSet[torch.UntypedStorage] = field(default_factory=WeakSet)
     _ended: float = 0.0  # the last operation on the compute stream
-    _held: list[int] = field(default_factory=lambda: [0] * len(Kind))
+    _held: list[int] = field(default_factory=lambda: [0] * len(MemoryKind))
     _blocks: dict[int, _Block] = field(default_factory=dict)
     _idle: Counter[int] = field(default_factory=Counter)  # a host's blocks of buffers, by size
     _sampled: int = 0
@@ -263,10 +263,12 @@ class Machine(Streams):
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Bytes of each `Kind`."""
+        """Bytes of each `MemoryKind`."""
         return tuple(self._held)
 
-    def hold(self, storage: torch.UntypedStorage, kind: Kind = Kind.ACTIVATIONS) -> None:
+    def hold(
+        self, storage: torch.UntypedStorage, kind: MemoryKind = MemoryKind.ACTIVATIONS
+    ) -> None:
         """A storage has got memory, or another amount; what it was for stays."""
         key, nbytes = storage._cdata, storage.nbytes()
         block = self._blocks.get(key)
@@ -275,7 +277,7 @@ class Machine(Streams):
             self._blocks[key] = block
         self._change(block, nbytes)
 
-    def hold_for(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+    def hold_for(self, storage: torch.UntypedStorage, kind: MemoryKind) -> None:
         """Say what a storage is for; it may have no memory yet."""
         self.hold(storage, kind)
         block = self._blocks[storage._cdata]
@@ -284,9 +286,9 @@ class Machine(Streams):
             block.kind = kind
             self._held[kind] += block.nbytes
 
-    def claim(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+    def claim(self, storage: torch.UntypedStorage, kind: MemoryKind) -> None:
         """Say what a storage is for that a program made, unless that is known."""
-        if self.kind_of(storage) is Kind.ACTIVATIONS:
+        if self.kind_of(storage) is MemoryKind.ACTIVATIONS:
             self.hold_for(storage, kind)
 
     def hold_on_host(self, storage: torch.UntypedStorage) -> None:
@@ -301,17 +303,17 @@ class Machine(Streams):
         """The buffer of a host gives its block to the idle ones, or takes one of them."""
         if before and keeps_idle_memory():
             self._idle[before] += 1
-            self._held[Kind.IDLE] += before
+            self._held[MemoryKind.IDLE] += before
         if after and self._idle[after]:
             self._idle[after] -= 1
-            self._held[Kind.IDLE] -= after
+            self._held[MemoryKind.IDLE] -= after
 
     def release_idle(self) -> None:
         """The idle blocks of a host return to the system."""
-        self._held[Kind.IDLE] -= sum(nbytes * count for nbytes, count in self._idle.items())
+        self._held[MemoryKind.IDLE] -= sum(nbytes * count for nbytes, count in self._idle.items())
         self._idle.clear()
 
-    def kind_of(self, storage: torch.UntypedStorage) -> Kind | None:
+    def kind_of(self, storage: torch.UntypedStorage) -> MemoryKind | None:
         block = self._blocks.get(storage._cdata)
         return None if block is None else block.kind
 
@@ -407,7 +409,9 @@ class VirtualComm(GroupComm):
         note_unknown(*tensors[0])
         for tensor in (part for parts in tensors for part in parts):
             lands = kind != "all_gather" and any(tensor is out for out in tensors[0])
-            machine.claim(tensor.untyped_storage(), Kind.GRADIENTS if lands else Kind.MESSAGES)
+            machine.claim(
+                tensor.untyped_storage(), MemoryKind.GRADIENTS if lands else MemoryKind.MESSAGES
+            )
         if not self.traits.on_stream:  # a host computes nothing while messages move
             nbytes = machine.send(kind, launch.unit, self.group, wholes, launch.text)
             pairs = self._by_pairs and kind == "reduce_scatter"
@@ -432,7 +436,7 @@ class _Sent:
         self._end = Event(machine)
         machine.keeps_idle(0, received)
         self._received: Tensor | None = torch.empty(received, dtype=torch.uint8)
-        machine.hold_for(self._received.untyped_storage(), Kind.MESSAGES)
+        machine.hold_for(self._received.untyped_storage(), MemoryKind.MESSAGES)
         self._kept = tensors  # as the comm of accelerators keeps what its stream uses
 
     def wait(self) -> None:
@@ -502,7 +506,7 @@ class VirtualGroup(dist.ProcessGroup):
             return DoneWork()
         note_unknown(*tensors)
         for tensor in tensors:
-            self.machine.claim(tensor.untyped_storage(), Kind.MESSAGES)
+            self.machine.claim(tensor.untyped_storage(), MemoryKind.MESSAGES)
         return self._move("receive", src, tensors)
 
     def _move(self, kind: str, peer: int, tensors: list[Tensor]) -> dist.Work:

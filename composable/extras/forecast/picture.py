@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from composable.extras.forecast.devices import amount, milliseconds, unit_for
-from composable.extras.forecast.machine import KINDS, Kind
+from composable.extras.forecast.machine import KINDS, MemoryKind
 from composable.extras.forecast.plans import Comparison
 from composable.extras.forecast.result import Forecast
 
@@ -49,7 +49,7 @@ def stack(
     where they are most.
     """
     totals = np.array(memory, dtype=float).T / size
-    used = [kind for kind in Kind if totals[kind].any()]
+    used = [kind for kind in MemoryKind if totals[kind].any()]
     names, colors = [KINDS[kind] for kind in used], [COLORS[kind] for kind in used]
     axes.stackplot(at, totals[used], labels=names, colors=colors, step="post", linewidth=0)
     whole = totals.sum(axis=0)

@@ -370,7 +370,7 @@ def suggest(
         tp_plan: torch's styles by name, as `parallelize_module` takes them. None: the plan that a
             model of transformers has, for its weights and for its experts. Tensor parallel over
             two ranks or more of a node is tried where nothing fits, or messages are waited for.
-        progress: is told each plan before it is tried, and every few seconds what runs.
+        progress: called with each plan before it is tried, and every few seconds with what runs.
         most: how many forecasts the search makes before it ends with what it has found.
         options: as for `forecast`.
 

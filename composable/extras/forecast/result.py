@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from composable.extras.forecast.devices import Device, amount, milliseconds
-from composable.extras.forecast.machine import KINDS, Kind, Span
+from composable.extras.forecast.machine import KINDS, MemoryKind, Span
 
 NOT_KNOWN: Final = (
     "not in it: the driver's and the communicators' own memory. Not counted above: kernels'"
@@ -216,7 +216,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def by_name(totals: Sequence[int]) -> dict[str, int]:
-    return {KINDS[kind]: totals[kind] for kind in Kind}
+    return {KINDS[kind]: totals[kind] for kind in MemoryKind}
 
 
 def _in(numbers: Mapping[str, int]) -> str:

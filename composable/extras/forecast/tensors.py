@@ -24,8 +24,8 @@ from torch.utils.flop_counter import flop_registry
 
 from composable.errors import ForecastError
 from composable.extras.forecast.machine import (
-    Kind,
     Machine,
+    MemoryKind,
     is_unknown,
     note_unknown,
     refuse,
@@ -110,7 +110,7 @@ class NoValues(TorchDispatchMode):
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if func.namespace == "profiler" or name in _REAL or views:
             if name == "detach" and accumulates():
-                self.machine.claim(args[0].untyped_storage(), Kind.GRADIENTS)
+                self.machine.claim(args[0].untyped_storage(), MemoryKind.GRADIENTS)
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         # its input is a part of its output, which its schema does not say

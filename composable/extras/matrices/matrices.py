@@ -50,7 +50,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MatrixLayout:
     """Which part of a tensor each rank has.
 
     Attributes:
@@ -75,13 +75,13 @@ class Layout:
         return tuple(slice(start, start + length) for start, length in spans)
 
 
-class Layouts:
+class MatrixLayouts:
     """Makes layouts, with one `Ranks` for each mesh."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[Any, ...], Ranks] = {}
 
-    def of(self, parameter: Tensor, value: Tensor | None = None) -> Layout:
+    def of(self, parameter: Tensor, value: Tensor | None = None) -> MatrixLayout:
         """How a parameter at rest lies, or a DTensor of its state on the same mesh.
 
         Raises:
@@ -108,7 +108,7 @@ class Layouts:
         key = mesh, tuple(dims)
         if key not in self._ranks:
             self._ranks[key] = _ranks_of(mesh, dims, local_tensor(parameter).device)
-        return Layout(self._ranks[key], tuple(value.shape), tuple(cut[dim] for dim in dims))
+        return MatrixLayout(self._ranks[key], tuple(value.shape), tuple(cut[dim] for dim in dims))
 
 
 def _cut_by(placement: Placement, parameter: Tensor) -> int | None:
@@ -150,16 +150,16 @@ class Matrix:
         owner: the rank of the comm that steps it; -1 until that is decided.
         batch: with which others it is stepped.
         stays: its owner has all of it, and steps it where it is.
-        spreads: other ranks have parts of it, which they get from the owner.
+        is_scattered: other ranks have parts of it, which they get from the owner.
     """
 
     parameter: Tensor
-    layout: Layout
+    layout: MatrixLayout
     index: int | None = None
     owner: int = -1
     batch: int = 0
     stays: bool = False
-    spreads: bool = False
+    is_scattered: bool = False
 
     @property
     def comm(self) -> Comm:
@@ -197,7 +197,7 @@ class Matrix:
         self.owner = owner
         self.stays = self.is_whole_on(owner)
         others = (rank for rank in range(self.comm.size) if rank != owner)
-        self.spreads = any(_numel(self.part(rank)) for rank in others)
+        self.is_scattered = any(_numel(self.part(rank)) for rank in others)
 
     def sends(self, rank: int) -> bool:
         """Whether it is this rank that sends its part to the owner, and not a replica of it."""
@@ -238,7 +238,7 @@ def assign(matrices: Iterable[Matrix]) -> None:
                 loads[matrix.owner] += matrix.cost
                 owned[matrix.owner].append(matrix)
         # The last batches are the ones that all ranks have, since a step ends with one of them.
-        travels = any(matrix.spreads for matrix in found)
+        travels = any(matrix.is_scattered for matrix in found)
         batches = min(BATCHES, max(map(len, owned))) if travels else 1
         for each in owned:
             for position, matrix in enumerate(reversed(each)):

@@ -1,6 +1,6 @@
-"""The state of matrices that are stepped whole: on their owners, and spread for checkpoints.
+"""The state of matrices that are stepped whole: on their owners, and scattered for checkpoints.
 
-Spread, it is that of an optimizer over DTensors: a tensor of the parameter's shape has the
+Scattered, it is that of an optimizer over DTensors: a tensor of the parameter's shape has the
 parameter's placements; another one, such as a factor of `[m, m]`, is cut along dimension 0 over the
 ranks that the parameter is cut over; numbers are the same on all ranks. The state of a stack of
 matrices is the stack of the states of its slices.
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.errors import OptimizerError
-from composable.extras.matrices.matrices import Exchange, Layout, Layouts, Matrix
+from composable.extras.matrices.matrices import Exchange, Matrix, MatrixLayout, MatrixLayouts
 from composable.seams import LocalStep
 from composable.torch_private import local_tensor, tree_flatten, tree_unflatten
 
@@ -114,12 +114,12 @@ def _codes_of(kind: Any) -> frozenset[CodeType]:
 
 
 @torch.no_grad()
-def spread(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, State]:
+def scatter_state(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, State]:
     """The state of parameters as an optimizer over DTensors keeps it. All ranks call it."""
     by_comm: dict[Comm, list[Tensor]] = {}
     for parameter, found in matrices.items():
         by_comm.setdefault(found[0].comm, []).append(parameter)
-    spreaded: dict[Tensor, State] = {}
+    scattered: dict[Tensor, State] = {}
     for comm, parameters in by_comm.items():
         mine = {
             (number, matrix.index): _outlined(state)
@@ -133,8 +133,8 @@ def spread(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, State]:
         for number, parameter in enumerate(parameters):
             outlines = [gathered.get((number, matrix.index)) for matrix in matrices[parameter]]
             if any(outlines):
-                spreaded[parameter] = _spread_one(optimizer, matrices[parameter], outlines)
-    return spreaded
+                scattered[parameter] = _scatter_one(optimizer, matrices[parameter], outlines)
+    return scattered
 
 
 def _outlined(state: State) -> State:
@@ -150,7 +150,9 @@ def _outline(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if leaf.dim() else leaf.cpu()
 
 
-def _spread_one(optimizer: Optimizer, matrices: Sequence[Matrix], outlines: Sequence[Any]) -> State:
+def _scatter_one(
+    optimizer: Optimizer, matrices: Sequence[Matrix], outlines: Sequence[Any]
+) -> State:
     parameter, comm = matrices[0].parameter, matrices[0].comm
     flat = [tree_flatten(outline) for outline in outlines]
     tree = flat[0][1]
@@ -194,10 +196,12 @@ def _spread_one(optimizer: Optimizer, matrices: Sequence[Matrix], outlines: Sequ
     return state
 
 
-def _layout_of_state(layout: Layout, shape: tuple[int, ...]) -> Layout:
+def _layout_of_state(layout: MatrixLayout, shape: tuple[int, ...]) -> MatrixLayout:
     if shape == layout.shape:
         return layout
-    return Layout(layout.ranks, shape, tuple(None if dim is None else 0 for dim in layout.cut))
+    return MatrixLayout(
+        layout.ranks, shape, tuple(None if dim is None else 0 for dim in layout.cut)
+    )
 
 
 def _around(local: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -240,10 +244,12 @@ def _joined(column: Sequence[Any]) -> Any:
 
 
 @torch.no_grad()
-def collect(matrices: Sequence[Matrix], state: dict[Any, Any], layouts: Layouts) -> dict[Any, Any]:
+def collect(
+    matrices: Sequence[Matrix], state: dict[Any, Any], layouts: MatrixLayouts
+) -> dict[Any, Any]:
     """What this rank keeps of the state of a parameter: what it owns.
 
-    All ranks call it where state is spread; of plain tensors each rank takes its own.
+    All ranks call it where state is scattered; of plain tensors each rank takes its own.
     """
     parameter, mine = matrices[0].parameter, [each for each in matrices if each.is_mine]
     is_stack = matrices[0].index is not None
@@ -358,7 +364,7 @@ def as_loaded(
             loaded[matrix.parameter][matrix.index] = alone.state[parameter]
 
 
-def _is_alike(value: DTensor, matrix: Matrix, layouts: Layouts) -> bool:
+def _is_alike(value: DTensor, matrix: Matrix, layouts: MatrixLayouts) -> bool:
     """Whether it lies on the ranks of the parameter, which know its owner by its number."""
     parameter = matrix.parameter
     if not isinstance(parameter, DTensor) or value.device_mesh != parameter.device_mesh:

@@ -41,15 +41,15 @@ from composable.errors import (
     unit_name,
     what_is_there,
 )
-from composable.extras.matrices.matrices import BATCHES, Exchange, Layouts, Matrix, assign
+from composable.extras.matrices.matrices import BATCHES, Exchange, Matrix, MatrixLayouts, assign
 from composable.extras.matrices.matrix_state import (
     PartOfState,
     State,
     as_loaded,
     cloned,
     collect,
+    scatter_state,
     set_state,
-    spread,
     state_of,
     with_tuples,
     without_tuples,
@@ -224,7 +224,7 @@ class _MatrixStep:
                     set_state(self._optimizer, matrix, found)
             local = local_tensor(matrix.parameter).detach()
             whole = None if copy is None else copy.detach()
-            if matrix.spreads:
+            if matrix.is_scattered:
                 exchange_over(matrix.comm).from_owner(matrix, whole, local)
             elif whole is not None and whole.data_ptr() != matrix.of(local).data_ptr():
                 matrix.of(local).copy_(whole)
@@ -264,7 +264,7 @@ class MatrixStepping(Stepping):
         original: MatrixStepping | None = None,
     ) -> None:
         self._which = which
-        self._layouts: Layouts = Layouts() if original is None else original._layouts
+        self._layouts: MatrixLayouts = MatrixLayouts() if original is None else original._layouts
         self._seen: list[tuple[Any, ...]] = []
         self._matrices: dict[Tensor, list[Matrix]] = {}
         self._by_comm: dict[Comm, list[Tensor]] = {}
@@ -328,7 +328,7 @@ class MatrixStepping(Stepping):
             for parameter, matrices in former.items()
             if self._matrices.get(parameter, matrices) is not matrices
         }
-        states = spread(optimizer, moved) if moved and optimizer.state else {}
+        states = scatter_state(optimizer, moved) if moved and optimizer.state else {}
         assign(matrix for found in self._matrices.values() for matrix in found)
         for parameter, state in states.items():
             optimizer.state[parameter] = collect(self._matrices[parameter], state, self._layouts)
@@ -549,7 +549,7 @@ class MatrixStepping(Stepping):
                 for parameter, found in self._matrices.items()
             }
             return {**state_dict, _OWNED: {f"rank {dist.get_rank()}": owned}}
-        found = spread(optimizer, self._matrices)
+        found = scatter_state(optimizer, self._matrices)
         state = state_dict["state"] | {number_of[each]: found[each] for each in found}
         if not any(state.values()):
             state = {}  # torch would miss that of vectors, which has no entries
@@ -783,7 +783,7 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
     numbers of the groups: not from parameters, of which each rank sees some. It evaluates the
     closure, if there is one, before it reads its groups. `optimizer.state_dict()` is a call of one
     rank, and has the state of what it owns. For checkpoints all ranks call torch's
-    `get_optimizer_state_dict` and `set_optimizer_state_dict`: there, state is spread as that of an
+    `get_optimizer_state_dict` and `set_optimizer_state_dict`: there, state is placed as that of an
     optimizer over DTensors, and loads into other numbers of ranks and plain models.
     `copy.deepcopy` copies the optimizer with its model. Pickling it, and methods of its class that
     read its state outside of `step`, are refused: each rank has a part of that.

@@ -4,11 +4,11 @@
 number, and a rank without data adds 0. The model has many, so behind such a sum the rank with data
 that comes first, the source, says what it does: which units it enters and leaves
 (`broadcast.py`), and which functions and optimizers it calls. The others do the same without
-computing (`engine/step/driver.py`). They are told each time, and not by a record of an earlier
-step: so a rank may have no data at all, and steps may differ. While all ranks have data, nothing
-but the sums is sent.
+computing (`engine/step/driver.py`). They are notified each time, and follow no
+record of an earlier step: so a rank may have no data at all, and steps may differ. While all ranks
+have data, nothing but the sums is sent.
 
-Other joinables of the same `Join` have collectives of their own. They announce them by
+Other joinables of the same `Join` have collectives of their own. They notify the others by
 `Join.notify_join_context`, which is taken as a forward is: the source says which joinable it is,
 and the others call its hook.
 
@@ -16,7 +16,7 @@ and the others call its hook.
 |--------------|------------------------------------------------------------------------|------|
 | has data     | a forward, or the turn of another joinable, begins                     | 1    |
 | has data     | anything else begins, and some ranks have no data: a backward, a step  | 1    |
-| has none     | it has done what was announced; in `Join.__exit__`                     | 0    |
+| has none     | it has done what was sent; in `Join.__exit__`                          | 0    |
 
 So a rank that leaves the scope finds its first sum wherever the others are. A sum of 0 ends all.
 """
@@ -44,8 +44,8 @@ from composable.contract.values import parameters_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.extras.uneven.broadcast import Broadcaster
 from composable.seams import (
-    Event,
     Root,
+    StepEvent,
     Unit,
     driver_of,
     follow_steps,
@@ -212,10 +212,10 @@ class _Scope(JoinHook):
 
     # --- a rank with data ------------------------------------------------------------------------
 
-    def _announce(self, *what: Any) -> None:
+    def _notify(self, *what: Any) -> None:
         """Count the ranks that have data, and say to the others what begins."""
         if self._phase:  # it was given up
-            self.tell(Event.LOST, self._units[0], now=True)
+            self.tell(StepEvent.LOST, self._units[0], now=True)
             self._phase = ""
         self.running = int(self._sum(1.0))
         self.broadcasts = self.running < self._comm.size
@@ -226,9 +226,9 @@ class _Scope(JoinHook):
     def _call(self, *what: Any) -> None:
         """Between forwards and backwards: say that something is called."""
         if self.broadcasts:
-            self._announce(*what)
+            self._notify(*what)
 
-    def tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
+    def tell(self, event: StepEvent, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
         if not (self.broadcasts and self._phase):
             return
         if unit not in self._indices:  # of this rank alone
@@ -237,8 +237,8 @@ class _Scope(JoinHook):
         if now:
             said, self._said = self._said, []
             self._exchange(said)
-        ends = event is Event.END and not detail
-        if ends or (event is Event.LEAVE and now and self._phase == "forward"):
+        ends = event is StepEvent.END and not detail
+        if ends or (event is StepEvent.POST_FORWARD and now and self._phase == "forward"):
             self._phase = ""
 
     def begin(self, root: Root) -> None:
@@ -260,21 +260,22 @@ class _Scope(JoinHook):
         self._said.clear()
         if unknown:
             problem = _foreign(root, unknown)
-            self._announce("raise", problem)
+            self._notify("raise", problem)
             raise problem
-        self._announce("forward", self._trains())
+        self._notify("forward", self._trains())
         if self.broadcasts:
             self._phase = "forward"
 
     def turn(self, other: Joinable) -> bool:
         """Take note that another joinable is about to communicate.
 
-        Returns whether it is one of this scope's `Join`. If so, the scope announces it itself.
+        Returns whether it is one of this scope's `Join`. If so, the scope itself notifies the
+        others.
         """
         if self._throws or other not in self._others:
             return False
         if not self.follows:
-            self._announce("turn", list(self._others).index(other))
+            self._notify("turn", list(self._others).index(other))
         return True
 
     def open(self, root: Root) -> None:
@@ -287,7 +288,7 @@ class _Scope(JoinHook):
                 self._call_backward()
             else:
                 self._zeroed.clear()
-        self.tell(Event.OPEN, root.units[0])
+        self.tell(StepEvent.OPEN, root.units[0])
 
     def _call_backward(self) -> None:
         self._call("backward", self._trains(), self._driver.modes, *self._cleared())
@@ -451,14 +452,14 @@ class _Scope(JoinHook):
         depth = 0  # of the forwards that this rank follows
         while True:
             for number, unit, detail, grad in self._exchange():
-                event = Event(number)
+                event = StepEvent(number)
                 torch.set_grad_enabled(grad)
-                if event is Event.LOST:
+                if event is StepEvent.LOST:
                     raise _LostStepError
-                if event is Event.END and not detail:
+                if event is StepEvent.END and not detail:
                     return
                 self._driver.visit(unit, event, detail)
-                depth += (event is Event.ENTER) - (event is Event.LEAVE)
+                depth += (event is StepEvent.PRE_FORWARD) - (event is StepEvent.POST_FORWARD)
             if not depth and not in_backward:
                 return
 

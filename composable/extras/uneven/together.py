@@ -15,7 +15,7 @@ step says why.
 | has neither  | nothing; its gradients get zeros         | votes; if the step is lost, puts   |
 |              |                                          | buffers back                       |
 
-Launches are heard where all are made (`comm/base.py`); nothing in the engine knows of this file.
+Launches are observed where all are made (`comm/base.py`); nothing in the engine knows of this file.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ class together:
     def _launches(self) -> list[_Launched]:
         """List what this step has launched.
 
-        Gathers are told by the indices of their groups, which are built anew when users move
+        Gathers are identified by the indices of their groups, which are built anew when users move
         parameters.
         """
         groups: dict[object, tuple[int, int]] = {

@@ -271,7 +271,7 @@ class Agreement:
         if owner >= 0:
             lines.append(("rows of", f"rank {owner}"))
         if right is None:
-            lines.append(("rank", "one of these; which one cannot be told"))
+            lines.append(("rank", "one of these; which one is not known"))
         if len(differs) > 1:
             lines.append(("also", few([f"{each.unit} {each.name}" for each in differs[1:]])))
         return Finding(
@@ -281,7 +281,7 @@ class Agreement:
 
 
 def _right(values: Sequence[Any], before: Any) -> Any:
-    """What was there before, or most ranks have; None if it cannot be told."""
+    """What was there before, or most ranks have; None if it is not known."""
     if before in values:
         return before
     (common, most), *rest = Counter(values).most_common()
@@ -295,7 +295,7 @@ def _checksum_of_generator(device: torch.device) -> int:
 def _text_of(value: Any) -> str | None:
     """A plain value in words that are equal on ranks where it is; None for all other values.
 
-    Functions and objects are told by their addresses, and may hold the optimizer itself.
+    Functions and objects are identified by their addresses, and may hold the optimizer itself.
     """
     if type(value) is Tensor and value.numel() <= _FEW_NUMBERS and not value.is_meta:
         return repr(value.tolist())

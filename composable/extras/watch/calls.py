@@ -23,7 +23,7 @@ _CALLERS: Final = ("_call_impl", "_call_as_forward")
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a unit's module in the step that is under way.
 
     Attributes:
@@ -74,10 +74,10 @@ def keep_gradient(into: dict[int, Tensor], index: int, gradient: Tensor) -> None
     into[index] = gradient.detach()
 
 
-def call_of(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Call:
+def call_of(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> ModuleCall:
     """A call that begins."""
     device = unit.mesh_info.device
-    call = Call(
+    call = ModuleCall(
         module,
         unit.forward_number,
         map_tensors((args, kwargs), _detached),

@@ -70,7 +70,7 @@ class Seen(NamedTuple):
 
     @property
     def place(self) -> tuple[str, ...]:
-        """By which values that are seen in several steps are told to be the same."""
+        """By which values that are seen in several steps are known to be the same."""
         return self.phase, self.unit, self.maker, self.tensor
 
 
@@ -108,7 +108,7 @@ class Checks:
         """A unit is entered, or left: what is seen from now on comes later."""
         self.clock += 1
 
-    def come_back(self, forward: int | None) -> None:
+    def pre_backward(self, forward: int | None) -> None:
         """Backward has come to a unit that was called in this forward."""
         self.clock += 1
         self._came.add(forward)

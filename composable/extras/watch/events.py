@@ -1,6 +1,6 @@
 """What tells a watch of a step: brackets around forwards, the engine, launches, optimizers.
 
-| event                                      | told by                       | to               |
+| event                                      | notified by                   | to               |
 |--------------------------------------------|-------------------------------|------------------|
 | a forward begins, units are entered, left  | `_StepObserver`, of `OBSERVERS` | `RankObserver`   |
 | a module is about to compute, has computed | `_Bracket`                    | `RankObserver`   |
@@ -48,7 +48,7 @@ _NAME: Final = "watch"  # of brackets
 
 
 class Listener(Protocol):
-    """What is told; `watch.py` has it, and imports this file."""
+    """What is notified; `watch.py` has it, and imports this file."""
 
     observer: RankObserver
 
@@ -108,7 +108,7 @@ def end(watch: Listener) -> None:
     for unit in watch.observer.places:
         for module in unit.modules:
             detach(module, _NAME)
-    # not where a model is collected: observers that are told just then would miss an event
+    # not where a model is collected: observers that are notified just then would miss an event
     while _LISTENING and not _OPEN:
         _LISTENING.pop()()
 
@@ -139,14 +139,14 @@ class _Bracket:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
-            return self._watch.observer.entered(unit, module, args, kwargs)
+            return self._watch.observer.pre_forward(unit, module, args, kwargs)
         detach(module, _NAME)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
-            self._watch.observer.left(unit, output)
+            self._watch.observer.post_forward(unit, output)
         return output
 
     def on_error(self, module: nn.Module) -> None:
@@ -156,7 +156,7 @@ class _Bracket:
 
 
 class _StepObserver(Observer):
-    """Hears of steps for all watches, and keeps no model alive."""
+    """Is notified of steps for all watches, and keeps no model alive."""
 
     @override
     def pre_forward(self, root: Root, call: Call) -> None:
@@ -173,7 +173,7 @@ class _StepObserver(Observer):
     @override
     def pre_backward(self, root: Root, call: Call) -> None:
         if (watch := watch_of(call.unit)) is not None:
-            watch.observer.checks.come_back(call.number)
+            watch.observer.checks.pre_backward(call.number)
 
     @override
     def ends_backward(self, root: Root) -> None:

@@ -45,7 +45,7 @@ class Finding:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """By which two findings are told apart: a place is reported once."""
+        """By which two findings are distinguished: a place is reported once."""
         return self.kind, self.unit, self.phase, self.tensor
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from torch import nn
 
 from composable.contract.methods import Method
 from composable.errors import first_line
-from composable.extras.watch.calls import Call, by_index
+from composable.extras.watch.calls import ModuleCall, by_index
 from composable.extras.watch.findings import Finding
 from composable.extras.watch.script import main_of_process
 from composable.seams import Unit, hooks_of, stepped_in_backward, units_in
@@ -34,7 +34,7 @@ def write(
     finding: Finding,
     rank: int,
     unit: Unit | None,
-    calls: Sequence[Call],
+    calls: Sequence[ModuleCall],
     names: Mapping[Unit, str],
     more: Mapping[str, Any],
 ) -> None:
@@ -101,7 +101,7 @@ def _of_unit(unit: Unit, names: Mapping[Unit, str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _of_call(unit: Unit, names: Mapping[Unit, str], call: Call) -> dict[str, Any]:
+def _of_call(unit: Unit, names: Mapping[Unit, str], call: ModuleCall) -> dict[str, Any]:
     module, places = _without_parameters(_units(unit), names, call.module)
     return {
         "inputs": _pickled(call.inputs),

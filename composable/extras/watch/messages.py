@@ -9,7 +9,7 @@ from torch import Tensor
 
 from composable.comm.base import Columns
 from composable.comm.launch import Launch, LaunchKind
-from composable.seams import Param, Plan, label_of
+from composable.seams import Param, ReducePlan, label_of
 
 
 class Message(NamedTuple):
@@ -43,7 +43,7 @@ def message_of(launch: Launch, tensors: Columns) -> Message | None:
         return Message(sent, [(param.fqn, each) for each in sent], [param.at_rest])
     if launch.kind is not LaunchKind.REDUCE:
         return None
-    plan: Plan = launch.sender
+    plan: ReducePlan = launch.sender
     parts = plan.gradients_in(sent)
     if not parts:
         return None

@@ -21,7 +21,7 @@ from composable.contract.values import tensors_in
 from composable.errors import unit_name
 from composable.extras.watch.agreement import Agreement, Named
 from composable.extras.watch.calls import (
-    Call,
+    ModuleCall,
     call_of,
     is_forward,
     keep_gradient,
@@ -37,7 +37,7 @@ from composable.torch_private import is_transformed
 _AT_REST: Final = (-1, 0)
 
 
-class Place(NamedTuple):
+class UnitPlace(NamedTuple):
     """A unit, by its names below the watched model.
 
     Attributes:
@@ -55,7 +55,7 @@ class Place(NamedTuple):
         return (1, self.depth) if made else (0, -self.depth)
 
 
-def _place_of(unit: Unit, names: Mapping[Unit, str]) -> Place:
+def _place_of(unit: Unit, names: Mapping[Unit, str]) -> UnitPlace:
     own = names[unit]
     outer = [
         name
@@ -63,7 +63,7 @@ def _place_of(unit: Unit, names: Mapping[Unit, str]) -> Place:
         if other is not unit and (not name or own.startswith(f"{name}."))
     ]
     around = max(outer, key=len, default=own)
-    return Place(unit_name(own), unit_name(around), len(outer))
+    return UnitPlace(unit_name(own), unit_name(around), len(outer))
 
 
 class RankObserver:
@@ -104,7 +104,7 @@ class RankObserver:
     def _begin_step(self) -> None:
         self.ran: set[Unit] = set()
         self.scaled = False
-        self.calls: dict[str, list[Call]] = {}
+        self.calls: dict[str, list[ModuleCall]] = {}
         turn = None
         if self._in_turn and self.looks:
             turn = self._in_turn[self.step // self._every % len(self._in_turn)]()
@@ -149,7 +149,7 @@ class RankObserver:
                     rest = ((param.fqn, param.at_rest) for param in group.params)
                     self.checks.look_together(shard, rest, PARAMETER, place.name, _AT_REST)
 
-    def entered(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A module of a unit is about to compute. Returns what it computes with."""
         place, number = self.places[unit], unit.forward_number
         in_training = self._trains and number is not None  # one rank alone may evaluate
@@ -171,7 +171,7 @@ class RankObserver:
         if self.repeat is not None and self.repeat.unit is unit:
             self.repeat.begin(module, looks=looks)
 
-    def left(self, unit: Unit, output: Any) -> None:
+    def post_forward(self, unit: Unit, output: Any) -> None:
         """A module of a unit has computed."""
         if self.repeat is not None and self.repeat.unit is unit:
             self.repeat.end(output)
@@ -207,7 +207,7 @@ class RankObserver:
         named: Iterable[tuple[str, Tensor]],
         *,
         made: bool,
-        call: Call | None = None,
+        call: ModuleCall | None = None,
     ) -> None:
         if backward_will_be_compiled():
             return

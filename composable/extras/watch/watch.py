@@ -226,7 +226,7 @@ class Watch:
     def unscales(self) -> None:
         """A scaler is about to look for infinities: it may skip the step of the optimizer."""
         self.observer.note_scaler()
-        if open_scope() is None:  # in `join` ranks without data are told when optimizers step
+        if open_scope() is None:  # in `join` ranks without data are notified when optimizers step
             self.end_step()
 
     def landed(self) -> None:
@@ -295,7 +295,7 @@ class Watch:
 
     def _first_difference(self) -> list[Finding]:
         found = self.observer.agreement.compare(self.step, self.observer.named)
-        # ranks of other replicas and shards hear of it, too
+        # ranks of other replicas and shards see it, too
         if self._lowest([-len(found)]) == [0]:
             return []
         said = [each for _, some in self._said(found) for each in some]

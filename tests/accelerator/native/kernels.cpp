@@ -35,7 +35,7 @@ at::Tensor cut_off(const at::Tensor& tensor, const at::Tensor& like) {
 }
 
 // Tensors that go through a kernel together, by their place in lists; a lone tensor is a list of one. Nothing: there are some that
-// kernels would spread over others, or none to fill up.
+// kernels would run on others, or none to fill up.
 std::vector<Tensors> rows_of(const torch::jit::Stack& stack, bool in_lists) {
   std::vector<Tensors> rows;
   for (auto& value : stack) {

@@ -13,7 +13,7 @@ namespace py = pybind11;
 
 namespace {
 
-// What is told of a function, and of each instruction in it that was on its way when it was asked for.
+// What is kept of a function, and of each instruction in it that was on its way when it was asked for.
 struct Function {
   std::string file, name;
   bool shown;

@@ -73,7 +73,7 @@ struct Generator final : c10::GeneratorImpl {
   uint64_t seed_ = kFirstSeed, offset_ = 0;
 };
 
-// The CPU's draws from the CPU's generator, whatever it is told.
+// The CPU's draws from the CPU's generator, whatever it is given.
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
   if (p == 0 || (train && !*train)) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
   auto kept = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);

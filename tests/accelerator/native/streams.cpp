@@ -77,7 +77,7 @@ void Stream::run() {
       if (state().failure.empty()) state().failure = next.label->text() + ": " + what;
       std::fprintf(stderr, "sim: a launch failed: %s: %s\n", next.label->text().c_str(), what.c_str());
     }
-    next.run = nullptr;  // what it holds goes before anybody is told that it is over
+    next.run = nullptr;  // what it holds goes before anybody learns that it is over
     {
       std::lock_guard lock(mutex);
       finished++;

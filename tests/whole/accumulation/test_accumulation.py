@@ -278,7 +278,7 @@ _PLACEMENTS: Final = {
 @pytest.mark.parametrize("scheme", _PLACEMENTS)
 @spmd(ranks=4)
 def test_what_is_held_can_be_seen(scheme: str) -> None:
-    """How gradients are spread after a backward of each kind; their value is the mean over all
+    """How gradients are distributed after a backward of each kind; their value is the mean over all
     ranks each time.
     """
     device = current_device()

@@ -95,19 +95,19 @@ def test_a_name_that_the_model_uses_is_not_taken() -> None:
 @spmd(ranks=2)
 def test_a_copy_has_its_own_a_pickle_none_and_the_module_is_not_kept() -> None:
     model = replicate(_layers())
-    twin = copy.deepcopy(model)
-    with twin.no_sync():
-        for each in (model, twin):
+    clone = copy.deepcopy(model)
+    with clone.no_sync():
+        for each in (model, clone):
             each(_batch(0)).square().sum().backward()
     # replicated gradients that are not reduced differ between ranks
-    summed = [each[0].bias.grad.clone() for each in (model, twin)]
+    summed = [each[0].bias.grad.clone() for each in (model, clone)]
     for gradient, alike in zip(summed, (True, False), strict=True):
         every = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
         dist.all_gather(every, gradient)
         assert torch.equal(*every) is alike
-    twin.zero_grad()
-    remove(twin, replicate)
-    assert "no_sync" not in vars(twin)
+    clone.zero_grad()
+    remove(clone, replicate)
+    assert "no_sync" not in vars(clone)
     assert "no_sync" not in vars(pickle.loads(pickle.dumps(model)))
     method, gone = model.no_sync, weakref.ref(model)
     del model, each

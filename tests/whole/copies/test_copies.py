@@ -70,18 +70,18 @@ def test_a_copy_and_its_original_train_apart_as_one_process_does(scheme: str) ->
         case.prepare(model)
         how.annotate(model, case)
         sent = ledger_of(dist.group.WORLD).count
-        twin = copy.deepcopy(model)
+        clone = copy.deepcopy(model)
         assert ledger_of(dist.group.WORLD).count == sent, "a copy sends nothing"
-        assert [[*registry(module)] for module in twin.modules()] == [
+        assert [[*registry(module)] for module in clone.modules()] == [
             [*registry(module)] for module in model.modules()
         ]
         expected = replica_trainings(case, ranks, 2, 0, how.replicated)[dist.get_rank()]
-        found = differences_in_anatomy(anatomy(model), anatomy(twin))
-        for each in (model, twin):
+        found = differences_in_anatomy(anatomy(model), anatomy(clone))
+        for each in (model, clone):
             found += differences_in_training(expected, distributed_training(case, each, 2, 0))
-        third = copy.deepcopy(twin)
+        third = copy.deepcopy(clone)
         assert all(
-            map(torch.equal, all_full([*third.parameters()]), all_full([*twin.parameters()]))
+            map(torch.equal, all_full([*third.parameters()]), all_full([*clone.parameters()]))
         )
         assert not found, f"{name}: {found[:5]}"
 
@@ -157,8 +157,8 @@ def _assert_trains_as_plain(model: nn.Module) -> None:
 def test_a_copy_between_forward_and_backward_has_no_step_under_way(plan: str) -> None:
     model, expected = _annotated(plan), _plain()
     losses = _losses(model, 0), _losses(expected, 0)
-    twin = copy.deepcopy(model)
-    _assert_trains_as_plain(twin)
+    clone = copy.deepcopy(model)
+    _assert_trains_as_plain(clone)
     for loss in (*losses[0], *losses[1]):
         loss.backward()
     for each in (model, expected):
@@ -172,11 +172,11 @@ def test_gradients_held_by_no_sync_stay_with_the_original(plan: str) -> None:
     model, expected = _annotated(plan), _plain()
     with no_sync(model):
         _backward(model, 0)
-        twin = copy.deepcopy(model)
-    assert all(parameter.grad is None for parameter in twin.parameters()), (
+        clone = copy.deepcopy(model)
+    assert all(parameter.grad is None for parameter in clone.parameters()), (
         "as torch copies parameters"
     )
-    _assert_trains_as_plain(twin)
+    _assert_trains_as_plain(clone)
     _backward(expected, 0)
     for each in (model, expected):
         _train(each, _optimizer(each), [1])
@@ -190,11 +190,11 @@ def test_a_copy_inside_of_unsharded_has_the_edits(plan: str) -> None:
     with summon_full_params(model), torch.no_grad():
         model[0].weight += 1
         expected[0].weight += 1
-        twin = copy.deepcopy(model)
+        clone = copy.deepcopy(model)
         model[0].weight -= 1
-    for each in (twin, expected):
+    for each in (clone, expected):
         _train(each, _optimizer(each), (1, 2))
-    _assert_same(twin, expected)
+    _assert_same(clone, expected)
     _assert_trains_as_plain(model)
 
 
@@ -203,14 +203,14 @@ def test_copies_of_gathered_models_are_sharded() -> None:
     model = _annotated("fully_shard")
     with keep_unsharded(model), torch.no_grad():
         model(_batch(0, 0))
-        twins = [copy.deepcopy(model)]
+        copies = [copy.deepcopy(model)]
     unshard(model)
-    twins.append(copy.deepcopy(model))
+    copies.append(copy.deepcopy(model))
     assert not isinstance(model[0].weight, DTensor)
     reshard(model)
-    for twin in twins:
-        assert all(isinstance(parameter, DTensor) for parameter in twin.parameters())
-        _assert_trains_as_plain(twin)
+    for clone in copies:
+        assert all(isinstance(parameter, DTensor) for parameter in clone.parameters())
+        _assert_trains_as_plain(clone)
 
 
 class _CopiesItself(nn.Module):
@@ -220,12 +220,12 @@ class _CopiesItself(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 3)
         self.register_buffer("scale", torch.ones(3))
-        self.twins: list[nn.Module] = []
+        self.copies: list[nn.Module] = []
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x) * self.scale
-        if not self.twins:
-            self.twins.append(copy.deepcopy(self))
+        if not self.copies:
+            self.copies.append(copy.deepcopy(self))
         return x
 
 
@@ -238,9 +238,9 @@ def test_what_was_frozen_after_unshard_is_frozen_in_the_copy(trains: bool) -> No
     model(torch.ones(1, 3, device=current_device())).sum().backward()
     unshard(model)
     model[0].requires_grad_(trains)
-    twin = copy.deepcopy(model)
+    clone = copy.deepcopy(model)
     reshard(model)
-    for each in (model, twin):
+    for each in (model, clone):
         assert [parameter.requires_grad for parameter in each.parameters()] == [trains] * 2 + [
             True
         ] * 2
@@ -257,13 +257,13 @@ def test_a_copy_made_in_a_forward_holds_what_rests(verb: Callable[..., nn.Module
     verb(model, mp_policy=low, sync_module_states="broadcast")
     x = _batch(0, dist.get_rank())
     output = model(x)
-    (twin,) = model.twins
-    assert isinstance(twin, _CopiesItself)
-    assert (twin.linear.weight.dtype, twin.scale.dtype) == (torch.float32, torch.float32)
-    assert type(twin.linear.weight) is type(model.linear.weight)
-    twin.twins.append(twin)
-    assert torch.equal(twin(x), output)
-    twin(x).sum().backward()
+    (clone,) = model.copies
+    assert isinstance(clone, _CopiesItself)
+    assert (clone.linear.weight.dtype, clone.scale.dtype) == (torch.float32, torch.float32)
+    assert type(clone.linear.weight) is type(model.linear.weight)
+    clone.copies.append(clone)
+    assert torch.equal(clone(x), output)
+    clone(x).sum().backward()
 
 
 @_ALL_PLANS
@@ -273,11 +273,11 @@ def test_an_optimizer_is_copied_with_its_model(plan: str) -> None:
     optimizers = _optimizer(model), _optimizer(expected)
     _train(model, optimizers[0], [0])
     _train(expected, optimizers[1], [0])
-    twin, first = copy.deepcopy((model, optimizers[0]))
+    clone, first = copy.deepcopy((model, optimizers[0]))
     second, other = copy.deepcopy((optimizers[0], model))
     theirs, reference = copy.deepcopy((expected, optimizers[1]))
     _train(theirs, reference, (1, 2))
-    for each, optimizer in ((twin, first), (other, second)):
+    for each, optimizer in ((clone, first), (other, second)):
         _train(each, optimizer, (1, 2))
         _assert_same(each, theirs)
     _assert_same(model, expected)
@@ -322,22 +322,22 @@ def test_a_teacher_follows_its_student(plan: str) -> None:
 @spmd(ranks=2)
 def test_a_copy_is_described_loaded_and_removed_by_itself(plan: str) -> None:
     model = _annotated(plan)
-    twin = copy.deepcopy(model)
-    assert str(describe(twin)) == str(describe(model))
+    clone = copy.deepcopy(model)
+    assert str(describe(clone)) == str(describe(model))
     other = _plain()
     with torch.no_grad():
         other[3].bias.add_(1)
-    twin.load_state_dict(other.state_dict())
-    loaded = full_state_dict(twin, rank0_only=False)
+    clone.load_state_dict(other.state_dict())
+    loaded = full_state_dict(clone, rank0_only=False)
     assert all(torch.equal(loaded[name], value.cpu()) for name, value in other.state_dict().items())
-    _remove_all(twin)
-    assert _attributes(twin) == _attributes(other)
-    _assert_same(twin, other)
+    _remove_all(clone)
+    assert _attributes(clone) == _attributes(other)
+    _assert_same(clone, other)
     _assert_trains_as_plain(model)
-    twin.load_state_dict(_plain().state_dict())
-    _PLANS[plan](twin)
-    kept = copy.deepcopy(twin)
-    _remove_all(twin)
+    clone.load_state_dict(_plain().state_dict())
+    _PLANS[plan](clone)
+    kept = copy.deepcopy(clone)
+    _remove_all(clone)
     _assert_trains_as_plain(kept)
 
 
@@ -364,10 +364,10 @@ def test_a_checkpointed_copy_loses_its_checkpointing_alone() -> None:
     model = _plain()
     checkpoint(model[2])
     fully_shard(model)
-    twin = copy.deepcopy(model)
-    remove(twin[2], checkpoint)
+    clone = copy.deepcopy(model)
+    remove(clone[2], checkpoint)
     assert "checkpoint" in registry(model[2])
-    _assert_trains_as_plain(twin)
+    _assert_trains_as_plain(clone)
     _assert_trains_as_plain(model)
 
 
@@ -384,12 +384,12 @@ def test_arguments_hold_for_the_copy() -> None:
         reshard_after_forward=2,
         ignored_params=[model[3].bias],
     )
-    twin = copy.deepcopy(model)
-    assert twin[0].weight.placements == (Shard(1),)
-    assert twin[0].weight.device_mesh is model[0].weight.device_mesh
-    for each in (twin, expected):
+    clone = copy.deepcopy(model)
+    assert clone[0].weight.placements == (Shard(1),)
+    assert clone[0].weight.device_mesh is model[0].weight.device_mesh
+    for each in (clone, expected):
         _train(each, _optimizer(each), (0, 1))
-    _assert_same(twin, expected)
+    _assert_same(clone, expected)
 
 
 # --- parts, and several models ------------------------------------------------------------------
@@ -416,10 +416,10 @@ def test_modules_that_are_one_unit_are_copied_as_one(around: bool) -> None:
     if around:
         fully_shard(model)
         _assert_trains_as_plain(copy.deepcopy(model))
-    twins = copy.deepcopy(nn.ModuleList([model[3], model[2]]))
-    unit = fully_shard.state([twins[1], twins[0]])
+    copies = copy.deepcopy(nn.ModuleList([model[3], model[2]]))
+    unit = fully_shard.state([copies[1], copies[0]])
     assert unit is not None
-    assert unit.modules == (twins[1], twins[0])
+    assert unit.modules == (copies[1], copies[0])
     x = torch.ones(3, 7, device=current_device())
     torch.testing.assert_close(copy.deepcopy(model[2])(x), _plain()[2](x))
 
@@ -460,19 +460,19 @@ def test_tied_parameters_stay_tied_and_can_be_removed(
     if replicated:
         replicate(model.table)
     fully_shard(model, policy={nn.Linear})
-    twin = copy.deepcopy(model)
+    clone = copy.deepcopy(model)
     tokens = torch.arange(5, device=current_device())
-    for each in (twin, expected):
+    for each in (clone, expected):
         optimizer = _optimizer(each)
         for _ in range(2):
             each(tokens).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert twin.head[0].weight is twin.table.weight
-    _assert_same(twin, expected)
-    _remove_all(twin)
-    assert twin.head[0].weight is twin.table.weight
-    _assert_same(twin, expected)
+    assert clone.head[0].weight is clone.table.weight
+    _assert_same(clone, expected)
+    _remove_all(clone)
+    assert clone.head[0].weight is clone.table.weight
+    _assert_same(clone, expected)
 
 
 class _Generates(nn.Module):
@@ -499,19 +499,21 @@ def test_methods_and_communication_hooks_are_those_of_the_copy() -> None:
     model = fully_shard(_Generates().to(current_device()), sync_module_states="broadcast")
     register_forward_method(model, "generate")
     register_comm_hook(model, calls, hook)
-    twin = copy.deepcopy(model)
+    clone = copy.deepcopy(model)
     x = _batch(0, dist.get_rank())
-    twin(x).sum().backward()
+    clone(x).sum().backward()
     assert calls["called"] == 0
     model(x).sum().backward()
     assert calls["called"] == 1
     assert all(
-        map(torch.equal, *(all_full([p.grad for p in each.parameters()]) for each in (model, twin)))
+        map(
+            torch.equal, *(all_full([p.grad for p in each.parameters()]) for each in (model, clone))
+        )
     )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        assert twin.generate(x).abs().sum() > 0
+        assert clone.generate(x).abs().sum() > 0
 
 
 # --- pickling -----------------------------------------------------------------------------------
@@ -547,7 +549,7 @@ def test_a_replicated_model_is_pickled_as_a_plain_one(through: str) -> None:
     _assert_trains_as_plain(replicate(reload(copy.deepcopy(_annotated("replicate")))))
 
 
-def test_a_shallow_copy_is_refused_and_told_what_it_would_share() -> None:
+def test_a_shallow_copy_is_refused_with_what_it_would_share() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     replicate(model)
     with pytest.raises(AnnotationError, match=r"copy\.copy of .*copy\.deepcopy\(module\) makes"):

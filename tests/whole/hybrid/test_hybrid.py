@@ -185,8 +185,8 @@ def test_launches_do_not_depend_on_which_gradients_a_rank_has(
         "gradient reduction of unit '{}' over replicas",
     )
     units = ["blocks.4", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "(root)"]
-    # The second hop of a unit comes when there is no room for its first one any more, and before
-    # any other second hop.
+    # The second stage of a unit comes when there is no space for its first one any more, and before
+    # any other second stage.
     assert sums == [
         first.format(units[0]),
         first.format(units[1]),

@@ -111,10 +111,10 @@ def test_a_norm_counts_every_gradient_once() -> None:
             dist.all_reduce(mixed.scale.grad)
             mixed.scale.grad /= dist.get_world_size()
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        twin = copy.deepcopy([parameter.grad for parameter in model.parameters()])
+        clone = copy.deepcopy([parameter.grad for parameter in model.parameters()])
         torch.testing.assert_close(clip_grad_norm_(model, 0.1), expected)
         if model is not mixed:
-            for parameter, gradient in zip(model.parameters(), twin, strict=True):
+            for parameter, gradient in zip(model.parameters(), clone, strict=True):
                 parameter.grad = gradient
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[attr-defined]

@@ -265,7 +265,7 @@ def _end_alone(verb: str, where: str, how: str) -> None:
         ("both", "forward", "is killed"),
     ],
 )
-def test_when_one_rank_ends_the_others_are_told_what_they_waited_for(
+def test_when_one_rank_ends_the_others_are_notified_of_what_they_waited_for(
     pool: Pool, verb: str, where: str, how: str
 ) -> None:
     with mock.patch.object(world, "GRACE", 30.0), pytest.raises(RanksFailed) as failed:

@@ -26,9 +26,9 @@ pytestmark = pytest.mark.beyond_sim("these tensors are of the host")
 @spmd(ranks=2)
 def test_one_launch_takes_the_32_largest_shards_and_a_message_with_the_others() -> None:
     def of_small_parameters(comm: Comm) -> Comm:
-        twin = Around(all_accelerators(comm))
-        twin.traits = replace(twin.traits, direct_bytes=64)
-        return twin
+        clone = Around(all_accelerators(comm))
+        clone.traits = replace(clone.traits, direct_bytes=64)
+        return clone
 
     model = nn.ParameterList([torch.zeros(64 + 8 * (k % 3)) for k in range(40)])
     model.forward = lambda x: x

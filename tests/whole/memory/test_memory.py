@@ -214,8 +214,8 @@ class Calls:
         self.model.load_state_dict(self.model.state_dict())
 
     def copy(self) -> None:
-        twin = copy.deepcopy(self.model)
-        twin(self.x).sum().backward()
+        clone = copy.deepcopy(self.model)
+        clone(self.x).sum().backward()
 
     def lose_a_forward(self) -> None:
         def fail(*_: object) -> None:

@@ -100,9 +100,9 @@ def _on_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
 
 
 def _on_the_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
-    asleep = composable.offload_to_host(model)
-    asleep.restore()
-    return asleep
+    offloaded = composable.offload_to_host(model)
+    offloaded.restore()
+    return offloaded
 
 
 def _in_scopes(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:

@@ -1,4 +1,4 @@
-"""Optimizers that hold parameters which nothing trains are told so at their step, and optimizers
+"""Optimizers that hold parameters which nothing trains are reported at their step, and optimizers
 that do not are left alone.
 """
 

@@ -231,7 +231,7 @@ def _other_order() -> str:
     "the ranks run different units, and say so without the comparison"
 )
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_run_different_units_are_told_so_by_name(
+def test_ranks_that_run_different_units_are_reported_by_name(
     pool: Pool, ranks: int, device: str
 ) -> None:
     need_devices(device, ranks)
@@ -252,8 +252,8 @@ def test_a_step_is_lost_on_the_rank_whose_first_forward_ends_before_that_of_othe
     fully_shard(model, policy={Layer}, reshard_after_forward=False)
     if dist.get_rank() == 1:
         model.forward = lambda x: model.head(model.encoder(x))  # type: ignore[method-assign]
-    told = refusal(lambda: model(_batch()))
-    assert "rank 0 runs 'decoder', rank 1 ends" in told
+    reported = refusal(lambda: model(_batch()))
+    assert "rank 0 runs 'decoder', rank 1 ends" in reported
     assert [unit["state"] for unit in describe(model).to_dict()["units"]] == ["SHARDED"] * 3
     vars(model).pop("forward", None)
     _good_step(model)

@@ -93,28 +93,30 @@ def test_a_large_parameter_that_would_leave_ranks_empty_is_sharded_along_another
 
 
 @spmd(ranks=4)
-def test_a_large_parameter_that_is_made_to_leave_ranks_empty_is_told_once_with_what_to_write() -> (
+def test_a_large_parameter_that_would_leave_ranks_empty_is_reported_once_with_what_to_write() -> (
     None
 ):
-    told = (
+    reported = (
         "WARNING: fully_shard: parameter '{}' of unit '{}', (2, 512, 600), is sharded along"
         " dimension 0, which leaves some of 4 ranks empty: gathered, and in messages, it takes 2.0"
         " times its size. Shard it along dimension 1: shard_placement_fn=lambda parameter: Shard(1)"
         " if parameter.shape == (2, 512, 600) else None"
     )
-    assert _sharded(2, 512, 600, dim=0) == ([told.format("up", "0")], [0, 0])
-    assert _sharded(2, 512, 600, verb=face) == ([told.format("0.up", "(root)")], [0, 0])
+    assert _sharded(2, 512, 600, dim=0) == ([reported.format("up", "0")], [0, 0])
+    assert _sharded(2, 512, 600, verb=face) == ([reported.format("0.up", "(root)")], [0, 0])
     assert _sharded(2, 512, 600, dim=1, verb=face) == ([], [1, 1])
     assert _sharded(2, 64, 64, verb=face) == ([], [0, 0])
 
 
 @spmd(ranks=4)
-def test_tensor_parallel_experts_are_told_of_with_the_shape_that_they_have() -> None:
+def test_tensor_parallel_experts_are_reported_with_the_shape_that_they_have() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for verb, dim in ((fully_shard, 1), (face, 0)):
         unit = _Experts(2, 512, 1200)
-        spread = distribute_tensor(unit.up.detach(), mesh["tp"], [Shard(0)], src_data_rank=None)
-        unit.up = nn.Parameter(spread)
+        distributed = distribute_tensor(
+            unit.up.detach(), mesh["tp"], [Shard(0)], src_data_rank=None
+        )
+        unit.up = nn.Parameter(distributed)
         with logged() as lines:
             verb(unit, mesh=mesh["dp"])
         assert unit.up.placements == (Shard(0), Shard(dim))  # type: ignore[attr-defined]

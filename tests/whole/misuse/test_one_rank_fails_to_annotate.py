@@ -126,7 +126,7 @@ def test_all_ranks_raise_and_nothing_is_annotated(pool: Pool, verb: Callable[...
 
 
 @pytest.mark.parametrize("mode", ["check", "off"])
-def test_a_rank_that_fails_is_told_of_whatever_is_compared(pool: Pool, mode: str) -> None:
+def test_a_rank_that_fails_is_reported_whatever_is_compared(pool: Pool, mode: str) -> None:
     ours, theirs = pool.run(2, _fail_in_mode, mode)
     assert (ours, theirs) == (_failed("fully_shard", _ODD), _ODD)
 

@@ -1,5 +1,5 @@
 """Models on the host whose ranks communicate on an accelerator: what is sent is there, and who
-forgot them is told.
+forgot them is warned.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_what_is_on_the_host_is_broadcast_where_the_ranks_communicate_and_comes_
     assert parameter.tolist() == [7.0, 7.0]
 
 
-def _told(backends: dict[str, str]) -> list[str]:
+def _reported(backends: dict[str, str]) -> list[str]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with (
         mock.patch.object(torch.accelerator, "is_available", return_value=True),
@@ -58,16 +58,16 @@ def _told(backends: dict[str, str]) -> list[str]:
     return messages
 
 
-def test_who_forgot_the_model_on_the_host_is_told_once(pool: Pool) -> None:
-    told = (
+def test_who_forgot_the_model_on_the_host_is_warned_once(pool: Pool) -> None:
+    reported = (
         "WARNING: a module that is being annotated is on the host, and so it trains there, though"
         " its process group serves cuda, too; if it should train there, call module.to('cuda')"
         " first, or pass a mesh of that device"
     )
-    assert pool.run(2, _told, {"cpu": "gloo", "cuda": "nccl"}, device="cpu") == [[told]] * 2
+    assert pool.run(2, _reported, {"cpu": "gloo", "cuda": "nccl"}, device="cpu") == [[reported]] * 2
 
 
-def test_who_made_a_group_for_the_host_is_told_nothing(pool: Pool) -> None:
+def test_who_made_a_group_for_the_host_gets_no_warning(pool: Pool) -> None:
     """A group of gloo serves tensors of accelerators, too, if it must."""
-    assert pool.run(2, _told, {"cpu": "gloo", "cuda": "gloo"}, device="cpu") == [[], []]
-    assert pool.run(2, _told, {"cpu": "gloo", "cuda": "undefined"}, device="cpu") == [[], []]
+    assert pool.run(2, _reported, {"cpu": "gloo", "cuda": "gloo"}, device="cpu") == [[], []]
+    assert pool.run(2, _reported, {"cpu": "gloo", "cuda": "undefined"}, device="cpu") == [[], []]

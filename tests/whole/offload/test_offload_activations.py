@@ -42,7 +42,7 @@ def _mixed(model: nn.Module) -> None:
     fully_shard(model, policy={Block})
 
 
-_SPREAD: Final[dict[str, Callable[[nn.Module], object]]] = {
+_VERBS: Final[dict[str, Callable[[nn.Module], object]]] = {
     "nothing else": lambda model: None,
     "fully_shard": lambda model: fully_shard(model, policy={Block}),
     "without resharding": lambda model: fully_shard(
@@ -100,11 +100,11 @@ def _backward_twice(model: nn.Module) -> list[Tensor]:
 _PROGRAMS: Final = (_one_backward, _two_forwards_before_a_backward, _backward_twice)
 
 
-def _compare(spread: str, kept: str) -> None:
+def _compare(verbs: str, kept: str) -> None:
     recomputed, offloaded = _KEPT[kept]
     plain, model = _transformer(0.2), _transformer(0.2)
     for each in (plain, model):
-        _SPREAD[spread](each)
+        _VERBS[verbs](each)
         for policy in recomputed:
             checkpoint(each, policy=policy)
     with offloading() as seen:
@@ -120,16 +120,16 @@ def _compare(spread: str, kept: str) -> None:
                 each.zero_grad()
             assert seen.left, "something left the device"
             assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), (
-                spread,
+                verbs,
                 kept,
                 program.__name__,
             )
             assert not seen.alive
 
 
-def _compare_all(spread: str, kept: tuple[str, ...]) -> None:
+def _compare_all(verbs: str, kept: tuple[str, ...]) -> None:
     for each in kept:
-        _compare(spread, each)
+        _compare(verbs, each)
 
 
 _ALL: Final = tuple(_KEPT)
@@ -137,7 +137,7 @@ _SOME: Final = ("blocks", "blocks that are recomputed", "inside of blocks that a
 
 
 @pytest.mark.parametrize(
-    ("ranks", "spread", "kept"),
+    ("ranks", "verbs", "kept"),
     [
         (1, "nothing else", _ALL),
         (1, "fully_shard", _SOME[:1]),
@@ -150,10 +150,10 @@ _SOME: Final = ("blocks", "blocks that are recomputed", "inside of blocks that a
     ],
 )
 def test_losses_and_gradients_are_the_same_to_the_last_bit(
-    pool: Pool, ranks: int, spread: str, kept: tuple[str, ...], device: str
+    pool: Pool, ranks: int, verbs: str, kept: tuple[str, ...], device: str
 ) -> None:
     need_devices(device, ranks)
-    pool.run(ranks, _compare_all, spread, kept, device=device)
+    pool.run(ranks, _compare_all, verbs, kept, device=device)
 
 
 # --- the verb -----------------------------------------------------------------------------------

@@ -92,16 +92,16 @@ def fail(_: object = None) -> None:
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("spread", ["nothing else", "fully_shard", "checkpoint"])
-def test_a_step_that_raises_leaves_nothing(spread: str, where: str) -> None:
+@pytest.mark.parametrize("verbs", ["nothing else", "fully_shard", "checkpoint"])
+def test_a_step_that_raises_leaves_nothing(verbs: str, where: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Line(), nn.Sequential(Line(), Fails()), Line()).to(current_device())
     with offloading() as seen:
         offload_activations(model, **seen.options)
         offload_activations(model[1], **seen.options)
-        if spread == "fully_shard":
+        if verbs == "fully_shard":
             fully_shard(model, policy={Line})
-        if spread == "checkpoint":
+        if verbs == "checkpoint":
             checkpoint(model, policy={nn.Sequential})
         expected = None
         for fails in ("", where, ""):

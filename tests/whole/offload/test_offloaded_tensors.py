@@ -37,10 +37,10 @@ def test_storages_leave_once_and_parameters_and_buffers_never() -> None:
         assert sorted(seen.left) == [4 * 8, 4 * 8, 4 * 24]
 
 
-def _left_of_shards(spread: str) -> list[int]:
+def _left_of_shards(verbs: str) -> list[int]:
     torch.manual_seed(0)
     model = nn.Sequential(Line(), Line()).to(current_device())
-    _SPREAD_OF_LINES[spread](model)
+    _VERBS_OF_LINES[verbs](model)
     with offloading() as seen:
         offload_activations(model, **seen.options)
         with torch.no_grad():
@@ -52,7 +52,7 @@ def _left_of_shards(spread: str) -> list[int]:
         return seen.left
 
 
-_SPREAD_OF_LINES: Final[dict[str, Callable[[nn.Module], object]]] = {
+_VERBS_OF_LINES: Final[dict[str, Callable[[nn.Module], object]]] = {
     "nothing else": lambda model: None,
     "fully_shard": lambda model: fully_shard(model, policy={Line}),
     "as one": fully_shard,
@@ -68,8 +68,8 @@ def test_summon_full_params_and_replicated_parameters_never_leave(
 ) -> None:
     need_devices(device, ranks)
     expected = [4 * 8, 4 * 24] * 2
-    for spread in _SPREAD_OF_LINES:
-        assert pool.run(ranks, _left_of_shards, spread, device=device) == [expected] * ranks, spread
+    for verbs in _VERBS_OF_LINES:
+        assert pool.run(ranks, _left_of_shards, verbs, device=device) == [expected] * ranks, verbs
 
 
 @spmd(ranks=1)

@@ -197,7 +197,7 @@ def test_in_keep_unsharded_gradients_are_found_where_they_are() -> None:
 
 
 @spmd(ranks=2)
-def test_gradients_from_before_the_annotation_are_told_of_when_they_go() -> None:
+def test_gradients_from_before_the_annotation_are_reported_when_they_go() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(current_device())
     x = torch.ones(2, 3, device=current_device())
     model(x).sum().backward()

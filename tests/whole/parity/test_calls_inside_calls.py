@@ -26,7 +26,7 @@ from composable import (
 )
 from composable.engine.step.root import Root
 from tests.helpers.compare import assert_mean_gradients, full
-from tests.helpers.means import WIDTH, batch_of, twins
+from tests.helpers.means import WIDTH, batch_of, copies
 from tests.helpers.world import current_device, spmd
 
 
@@ -74,11 +74,11 @@ _CASES: Final = [
 @pytest.mark.parametrize(("verb", "way"), _CASES)
 @spmd(ranks=2)
 def test_gradients_are_those_of_one_process(verb: str, way: str) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: reported.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("composable").addHandler(handler)
-    plain, ours = twins(Recursive, VERBS[verb])
+    plain, ours = copies(Recursive, VERBS[verb])
     register_forward_method(ours, "generate")
     for step in range(3):
         for model in (plain, ours):
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_one_process(verb: str, way: str) -> None:
         if step != 1:
             assert_mean_gradients(plain, ours)
     logging.getLogger("composable").removeHandler(handler)
-    assert told == []  # no step was given up
+    assert reported == []  # no step was given up
 
 
 class _NotCast(Tensor):
@@ -118,7 +118,7 @@ class Sometimes(nn.Module):
 def test_an_output_that_cannot_be_cast_loses_the_step_and_no_more(inside: bool) -> None:
     policy = MixedPrecisionPolicy(output_dtype=torch.float32)
     options = {"policy": {Sometimes}} if inside else {}
-    plain, ours = twins(
+    plain, ours = copies(
         lambda: nn.Sequential(Sometimes(), Sometimes()), fully_shard, mp_policy=policy, **options
     )
     ours[1].fails = True
@@ -134,7 +134,7 @@ def test_an_output_that_cannot_be_cast_loses_the_step_and_no_more(inside: bool) 
 @pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
 @spmd(ranks=2)
 def test_a_rank_without_data_follows_calls_inside_of_calls(verb: str) -> None:
-    plain, ours = twins(Recursive, VERBS[verb])
+    plain, ours = copies(Recursive, VERBS[verb])
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     with join(ours, optimizer, divide_by_initial_world_size=False):
@@ -181,7 +181,7 @@ def test_a_call_that_could_not_begin_leaves_the_one_around_it() -> None:
     x = torch.ones(2, WIDTH, device=current_device())
     with torch.no_grad():
         expected = model(x[:1])
-    enters = Root.enter_forward
+    enters = Root.pre_forward
     calls: list[int] = []
 
     def second_raises(self: Root, *args: Any) -> None:
@@ -190,7 +190,7 @@ def test_a_call_that_could_not_begin_leaves_the_one_around_it() -> None:
             raise MemoryError
         enters(self, *args)
 
-    with mock.patch.object(Root, "enter_forward", second_raises), torch.no_grad():
+    with mock.patch.object(Root, "pre_forward", second_raises), torch.no_grad():
         found = model.generate(x)
     assert torch.equal(found, expected)
     model(x).sum().backward()

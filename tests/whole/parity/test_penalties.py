@@ -1,4 +1,4 @@
-"""A loss may be made from sharded parameters, too: how autograd spreads the gradient of that part
+"""A loss may be made from sharded parameters, too: how autograd passes on the gradient of that part
 changes no number.
 """
 

@@ -62,7 +62,7 @@ class Models:
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1, momentum=0.9)
 
     def run(self, *losses: Callable[[int], Tensor]) -> None:
-        """A backward of the sum of the losses, each of which is told whose batch it takes."""
+        """A backward of the sum of the losses, each of which is given whose batch it takes."""
         ranks = range(dist.get_world_size()) if self.plain else (dist.get_rank(),)
         for rank in ranks:
             (torch.stack([loss(rank) for loss in losses]).sum() / len(ranks)).backward()

@@ -166,9 +166,9 @@ def test_the_dtype_stays_where_parameters_are_loaded_copied_moved_and_given_back
     for verb in (fully_shard, replicate):
         model = _on_device(Net)
         verb(model)
-        twin = copy.deepcopy(model)
+        clone = copy.deepcopy(model)
         model.load_state_dict(model.state_dict(), assign=True)
-        for each in (model, twin):
+        for each in (model, clone):
             _accumulate(each, (1,), held=False)
             assert _dtypes(each) == WANTED
             remove(each, verb)

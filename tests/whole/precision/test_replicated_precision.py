@@ -345,7 +345,7 @@ def test_after_a_refused_cast_in_forward_the_corrected_model_trains() -> None:
 # --- outside of the call of a unit ---------------------------------------------------------------
 
 
-def _told(verb: str, how: str) -> list[str]:
+def _reported(verb: str, how: str) -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(current_device())
     policy = MixedPrecisionPolicy(param_dtype=BF16) if "cast" in verb else MixedPrecisionPolicy()
@@ -365,7 +365,7 @@ def _told(verb: str, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("verb", "how", "told"),
+    ("verb", "how", "reported"),
     [
         ("replicate and cast", "forward()", True),
         ("replicate and cast", "penalty", True),
@@ -376,12 +376,12 @@ def _told(verb: str, how: str) -> list[str]:
         ("fully_shard and cast", "penalty", False),
     ],
 )
-def test_gradients_that_come_outside_of_the_units_forward_are_told_of_once(
-    pool: Pool, verb: str, how: str, told: bool
+def test_gradients_that_come_outside_of_the_units_forward_are_reported_once(
+    pool: Pool, verb: str, how: str, reported: bool
 ) -> None:
-    for lines in pool.run(2, _told, verb, how):
-        assert len(lines) == told
-        if told:
+    for lines in pool.run(2, _reported, verb, how):
+        assert len(lines) == reported
+        if reported:
             assert "gradient came to parameter" in lines[0]
             assert "register_forward_method" in lines[0]
 

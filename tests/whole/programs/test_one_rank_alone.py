@@ -113,10 +113,10 @@ class Way:
 
     @property
     def events(self) -> list[str]:
-        return events_of(self.kind, spread=self.peers > 1)
+        return events_of(self.kind, distributed=self.peers > 1)
 
 
-_spread = partial(Way, ranks=4, peers=2)
+_distribute = partial(Way, ranks=4, peers=2)
 
 WAYS: Final = {
     "fully_shard": Way(SHARDS, _sharded),
@@ -128,8 +128,8 @@ WAYS: Final = {
     "replicated root around shards": Way(MIXED, _replicated_root),
     "two sharded models": Way(SHARDS, _sharded, models=2),
     "two replicated models": Way(REPLICAS, _replicated, models=2),
-    "tensor-parallel shards": _spread(SHARDS, partial(_tensor_parallel, _sharded)),
-    "tensor-parallel replicas": _spread(REPLICAS, partial(_tensor_parallel, _replicated)),
+    "tensor-parallel shards": _distribute(SHARDS, partial(_tensor_parallel, _sharded)),
+    "tensor-parallel replicas": _distribute(REPLICAS, partial(_tensor_parallel, _replicated)),
     "extended parameters": Way(SHARDS, _extended, linear=Emulated),
 }
 
@@ -236,7 +236,7 @@ def _train_through(names: list[str], way: str, everywhere: bool) -> None:
     training = _Training(WAYS[way])
     for turn, name in enumerate(names):
         for acting in (training.ranks - 1, 0) if everywhere else (turn % training.ranks,):
-            print(f"event '{name}' on rank {acting}")  # told where a worker dies
+            print(f"event '{name}' on rank {acting}")  # printed where a worker dies
             try:
                 for _ in perform(name, training.scene(name, acting)):
                     training.step()

@@ -17,7 +17,7 @@ from composable import fully_shard, replicate
 from composable.comm import Comm, comms_wrapped_by
 from tests.helpers.communicators import Log, Recording, all_ordered
 from tests.helpers.compare import assert_mean_gradients
-from tests.helpers.means import WIDTH, batch_of, twins
+from tests.helpers.means import WIDTH, batch_of, copies
 from tests.helpers.world import Pool, need_devices
 
 
@@ -114,7 +114,7 @@ def _train(
         return Recording(all_ordered(comm) if ordered else comm, log)
 
     with comms_wrapped_by(wrapped):
-        plain, model = twins(kind, annotate)
+        plain, model = copies(kind, annotate)
     for step in range(3 + later):
         for each in (plain, model):
             each.apart = step >= later

@@ -15,12 +15,12 @@ from tests.helpers.mixes import (
     RECIPES,
     assert_alike,
     batch_of,
+    copies,
     gradient,
     kinds,
     losses,
     make_model,
     train,
-    twins,
 )
 from tests.helpers.world import spmd
 
@@ -28,7 +28,7 @@ from tests.helpers.world import spmd
 @pytest.mark.parametrize("set_to_none", [True, False])
 @spmd(ranks=2)
 def test_gradients_cleared_between_forward_and_backward_are_not_added(set_to_none: bool) -> None:
-    plain, mixed = twins("in_the_readme")
+    plain, mixed = copies("in_the_readme")
     for step in range(3):
         pair = losses(plain, mixed, step)
         for model in (plain, mixed):
@@ -41,7 +41,7 @@ def test_gradients_cleared_between_forward_and_backward_are_not_added(set_to_non
 @pytest.mark.parametrize("steps", [False, True], ids=["written to", "stepped"])
 @spmd(ranks=2)
 def test_a_write_between_forward_and_backward_is_refused_as_in_one_process(steps: bool) -> None:
-    for model in twins("in_the_readme"):
+    for model in copies("in_the_readme"):
         optimizer = torch.optim.SGD([model.tok_emb.weight], lr=0.1)
         model(batch_of(0)).square().mean().backward()
         loss = model(batch_of(1)).square().mean()
@@ -57,12 +57,12 @@ def test_a_write_between_forward_and_backward_is_refused_as_in_one_process(steps
 @pytest.mark.parametrize("mix", MIXES)
 @spmd(ranks=2)
 def test_moved_and_loaded_models_train_on(mix: str) -> None:
-    plain, mixed = twins(mix)
+    plain, mixed = copies(mix)
     for model in (plain, mixed):
         model.float().double()
     train(plain, mixed, RECIPES["SGD(foreach=True)"])
     assert "plain" not in kinds(mixed)
-    other = twins(mix)[1]
+    other = copies(mix)[1]
     for assign in (False, True):
         other.load_state_dict(copy.deepcopy(mixed.state_dict()), assign=assign)
         reference = make_model()

@@ -21,13 +21,13 @@ from tests.helpers.mixes import (
     WORDS,
     assert_alike,
     batch_of,
+    copies,
     gradient,
     in_the_readme,
     kinds,
     losses,
     make_model,
     train_all,
-    twins,
 )
 from tests.helpers.world import current_device, spmd
 
@@ -80,7 +80,7 @@ def test_removing_the_inner_of_two_annotations_around_both_leaves_dtensors() -> 
 @spmd(ranks=2)
 def test_whatever_is_removed_first_plain_parameters_and_gradients_come_back(mix: str) -> None:
     for first in (replicate, fully_shard):
-        plain, mixed = twins(mix)
+        plain, mixed = copies(mix)
         for loss in losses(plain, mixed, 0):
             loss.backward()
         verbs = [first, fully_shard if first is replicate else replicate]

@@ -12,7 +12,7 @@ from composable.comm import comms_wrapped_by
 from composable.comm.launch import Launch
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import assert_mean_gradients
-from tests.helpers.means import Parts, batch_of, twins
+from tests.helpers.means import Parts, batch_of, copies
 from tests.helpers.world import Pool, need_devices
 
 
@@ -36,7 +36,7 @@ def _launches(
     """
     log, launched = Log(), []
     with comms_wrapped_by(lambda comm: _Counting(comm, log)):
-        plain, ours = twins(Parts, bucket_cap_mb=_CAP)
+        plain, ours = copies(Parts, bucket_cap_mb=_CAP)
     log.events.clear()
     orders = by_rank[dist.get_rank()]
     for step, order in enumerate(orders):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from composable import replicate
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients
-from tests.helpers.means import WIDTH, batch_of, twins
+from tests.helpers.means import WIDTH, batch_of, copies
 from tests.helpers.world import spmd
 
 
@@ -78,7 +78,7 @@ _USES: Final[dict[str, tuple[Callable[[Tower], object], Callable[[Any, Tensor], 
 @spmd(ranks=2)
 def test_gradients_are_means_though_the_module_is_never_called(use: str) -> None:
     annotate, loss = _USES[use]
-    plain, ours = twins(Tower, annotate)
+    plain, ours = copies(Tower, annotate)
     _assert_trains_as_one(plain, ours, loss)
 
 
@@ -105,5 +105,5 @@ _CHANGES: Final[dict[str, Callable[[Tower], object]]] = {
 @pytest.mark.parametrize("change", _CHANGES)
 @spmd(ranks=2)
 def test_a_call_notices_what_became_of_the_parameters(change: str) -> None:
-    plain, ours = twins(Tower, _CHANGES[change])
+    plain, ours = copies(Tower, _CHANGES[change])
     _assert_trains_as_one(plain, ours, lambda model, x: model(x).square().sum())

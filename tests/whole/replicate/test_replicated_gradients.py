@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from composable import no_sync, register_comm_hook, remove, replicate
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients
-from tests.helpers.means import WIDTH, Parts, batch_of, twins
+from tests.helpers.means import WIDTH, Parts, batch_of, copies
 from tests.helpers.world import current_device, spmd
 
 # --- several backwards, and what they leave ------------------------------------------------------
@@ -27,7 +27,7 @@ from tests.helpers.world import current_device, spmd
 def test_gradients_of_several_backwards_add_up_to_the_mean(
     set_to_none: bool | None, cap: float, views: bool
 ) -> None:
-    plain, ours = twins(Parts, bucket_cap_mb=cap, gradient_as_bucket_view=views)
+    plain, ours = copies(Parts, bucket_cap_mb=cap, gradient_as_bucket_view=views)
     for step in range(5):
         for model in (plain, ours):
             model(batch_of(step), [0, 1, 2]).sum().backward()
@@ -40,7 +40,7 @@ def test_gradients_of_several_backwards_add_up_to_the_mean(
 @pytest.mark.parametrize("views", [True, False])
 @spmd(ranks=[2, 4])
 def test_a_gradient_stays_to_the_bit_while_no_rank_uses_its_parameter(views: bool) -> None:
-    _, ours = twins(Parts, gradient_as_bucket_view=views)
+    _, ours = copies(Parts, gradient_as_bucket_view=views)
     ours(batch_of(0), [0, 1, 2]).sum().backward()
     last = ours.layers[2].weight  # type: ignore[union-attr,index]
     assert isinstance(last.grad, Tensor)
@@ -72,7 +72,7 @@ def test_large_gradients_too_stay_to_the_bit_while_no_rank_uses_their_parameter(
 def test_gradients_that_are_views_of_buckets_have_the_same_memory_in_every_step(
     set_to_none: bool,
 ) -> None:
-    plain, ours = twins(Parts, gradient_as_bucket_view=True)
+    plain, ours = copies(Parts, gradient_as_bucket_view=True)
     optimizers = [
         torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (plain, ours)
     ]
@@ -109,7 +109,7 @@ def _exchange(first: nn.Module, other: nn.Module) -> None:
 @spmd(ranks=2)
 def test_gradients_may_be_other_tensors_over_the_memory_of_the_bucket(alias: str) -> None:
     for whose in ("all", "one", "those of one rank"):
-        plain, ours = twins(Parts, gradient_as_bucket_view=True)
+        plain, ours = copies(Parts, gradient_as_bucket_view=True)
         for step in range(4):
             for model in (plain, ours):
                 model(batch_of(step), [0, 1, 2]).sum().backward()
@@ -124,7 +124,7 @@ def test_gradients_may_be_other_tensors_over_the_memory_of_the_bucket(alias: str
 
 @spmd(ranks=2)
 def test_a_hook_gets_gradients_that_live_in_the_bucket_and_another_set_of_parameters_gets_another_bucket() -> None:  # fmt: skip  # noqa: E501
-    plain, ours = twins(Parts, gradient_as_bucket_view=True)
+    plain, ours = copies(Parts, gradient_as_bucket_view=True)
     register_comm_hook(ours, None, default_hooks.allreduce_hook)
     for step in range(5):
         for model in (plain, ours):
@@ -139,7 +139,7 @@ def test_a_hook_gets_gradients_that_live_in_the_bucket_and_another_set_of_parame
 @spmd(ranks=2)
 def test_removal_leaves_no_hook_on_what_modules_computed_with() -> None:
     """With a cast, these are other parameters than the user's."""
-    _, ours = twins(Parts, mp_policy="bf16")
+    _, ours = copies(Parts, mp_policy="bf16")
     weights: list[Tensor] = []
     layer = ours.layers[0]
     layer.register_forward_hook(lambda module, *_: weights.append(module.weight))
@@ -152,7 +152,7 @@ def test_removal_leaves_no_hook_on_what_modules_computed_with() -> None:
 
 @spmd(ranks=2)
 def test_gradients_that_a_user_keeps_stay_and_others_are_freed() -> None:
-    _, ours = twins(Parts)
+    _, ours = copies(Parts)
     kept, watched = [], []
     for step in range(8):
         ours(batch_of(step), [0, 1, 2]).sum().backward()
@@ -169,7 +169,7 @@ def test_gradients_that_a_user_keeps_stay_and_others_are_freed() -> None:
 
 @spmd(ranks=2)
 def test_gradients_stay_on_the_parameters_when_the_annotation_is_removed() -> None:
-    plain, ours = twins(Parts)
+    plain, ours = copies(Parts)
     for model in (plain, ours):
         model(batch_of(0), [0, 1, 2]).sum().backward()
     assert_mean_gradients(plain, ours)
@@ -188,7 +188,7 @@ def test_gradients_stay_on_the_parameters_when_the_annotation_is_removed() -> No
 
 @spmd(ranks=2)
 def test_parameters_that_backward_reaches_by_no_output() -> None:
-    plain, ours = twins(Parts)
+    plain, ours = copies(Parts)
     for step in range(3):
         for model in (plain, ours):
             model(batch_of(step), [0, 1])
@@ -199,7 +199,7 @@ def test_parameters_that_backward_reaches_by_no_output() -> None:
 
 @spmd(ranks=2)
 def test_gradients_go_where_the_user_has_put_them() -> None:
-    plain, ours = twins(Parts)
+    plain, ours = copies(Parts)
     flat = torch.zeros(
         sum(p.numel() for p in ours.parameters()), dtype=torch.float64, device=current_device()
     )
@@ -229,7 +229,7 @@ class Lookup(nn.Module):
 @pytest.mark.sparse
 @spmd(ranks=2)
 def test_sparse_gradients_of_modules_that_do_not_tell_become_dense_means() -> None:
-    plain, ours = twins(Lookup)
+    plain, ours = copies(Lookup)
     for step in range(3):
         rows = torch.tensor([0, 2 + dist.get_rank()], device=current_device())
         for model in (plain, ours):
@@ -288,7 +288,7 @@ def test_gradients_are_laid_out_like_their_parameters() -> None:
             memory_format=torch.channels_last
         )  # type: ignore[call-overload,no-any-return]
 
-    plain, ours = twins(make)
+    plain, ours = copies(make)
     images = torch.randn(
         2, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank())
     )

@@ -84,7 +84,7 @@ class Two(nn.Module):
         return x
 
 
-def _twins() -> tuple[Two, Two]:
+def _copies() -> tuple[Two, Two]:
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ def _assert_means(plain: nn.Module, ours: nn.Module, orders: list[str]) -> None:
 
 @spmd(ranks=2)
 def test_ranks_that_use_a_tied_weight_in_different_units_get_its_mean() -> None:
-    plain, ours = _twins()
+    plain, ours = _copies()
     replicate(ours.a)
     replicate(ours.b)
     replicate(ours)
@@ -127,7 +127,7 @@ _SUMS: Final[dict[str, MixedPrecisionPolicy | None]] = {
 def test_a_weight_of_several_roots_is_averaged_in_another_dtype_too(name: str) -> None:
     """The root that does not own it reads it outside of the calls of the one that does."""
     for in_backward, copied in ((False, False), (True, False), (False, True)):
-        plain, ours = (model.float() for model in _twins())
+        plain, ours = (model.float() for model in _copies())
         for parameter in ours.parameters() if name == "grad_dtype" else ():
             parameter.grad_dtype = F64
         for part in (ours.a, ours.b):
@@ -158,7 +158,7 @@ def test_a_weight_of_several_roots_is_averaged_in_another_dtype_too(name: str) -
 def test_a_tied_weight_whose_unit_was_removed_is_refused_where_it_is_read_until_that_is_annotated_anew() -> (
     None
 ):
-    plain, ours = _twins()
+    plain, ours = _copies()
     replicate(ours.a)
     replicate(ours.b)
     _assert_means(plain, ours, ["ab"])
@@ -178,7 +178,7 @@ _BY_HAND = (replicate, lambda model: (replicate(model.a), replicate(model.b)))
 @spmd(ranks=2)
 def test_weights_that_are_tied_after_the_annotation_are_averaged() -> None:
     for annotate in _BY_HAND:
-        plain, ours = _twins()
+        plain, ours = _copies()
         for model in (plain, ours):
             model.b.weight = nn.Parameter(model.b.weight.detach().clone())
         annotate(ours)
@@ -194,7 +194,7 @@ def test_weights_that_are_tied_after_the_annotation_are_averaged() -> None:
 @spmd(ranks=2)
 def test_a_weight_that_is_untied_after_the_annotation_is_refused() -> None:
     for annotate in _BY_HAND:
-        _, ours = _twins()
+        _, ours = _copies()
         annotate(ours)
         ours.b.weight = nn.Parameter(ours.b.weight.detach().clone())
         with pytest.raises(
@@ -205,7 +205,7 @@ def test_a_weight_that_is_untied_after_the_annotation_is_refused() -> None:
 
 
 def _other_mesh() -> str:
-    _, ours = _twins()
+    _, ours = _copies()
     groups = [dist.new_group([rank]) for rank in range(2)]
     replicate(ours.a)
     return refused(ours, lambda: replicate(ours.b, mesh=groups[dist.get_rank()]))

@@ -88,7 +88,7 @@ ORDERS: Final[dict[str, Callable[[Tied], None]]] = {
 }
 
 
-def twins(order: str = "in_the_readme") -> tuple[Tied, Tied]:
+def copies(order: str = "in_the_readme") -> tuple[Tied, Tied]:
     """A plain model, and the same one annotated."""
     torch.manual_seed(0)
     plain = placed(Tied(), current_device(), torch.float64)
@@ -116,7 +116,7 @@ def _train(plain: Tied, model: Tied, spec: str = "AdamW") -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @spmd(ranks=[2, 4])
 def test_the_tie_is_kept_and_trained_as_in_one_process(order: str) -> None:
-    plain, model = twins(order)
+    plain, model = copies(order)
     _train(plain, model)
     _train(plain, model, "GradScaler, unscaled and clipped")
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_the_tie_is_kept_and_trained_as_in_one_process(order: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @spmd(ranks=2)
 def test_loaded_and_cast_models_keep_the_tie(order: str) -> None:
-    plain, model = twins(order)
+    plain, model = copies(order)
     _train(plain, model)
     whole = {name: full(tensor).clone() for name, tensor in model.state_dict().items()}
     for assign, source in ((False, whole), (True, copy.deepcopy(model.state_dict()))):
@@ -141,7 +141,7 @@ def test_loaded_and_cast_models_keep_the_tie(order: str) -> None:
 @spmd(ranks=2)
 def test_whichever_verb_is_removed_first_plain_parameters_come_back_tied(order: str) -> None:
     for first in (replicate, fully_shard):
-        plain, model = twins(order)
+        plain, model = copies(order)
         for loss in losses(plain, model, 0):
             loss.backward()
         for verb in (first, fully_shard if first is replicate else replicate):
@@ -158,7 +158,7 @@ def test_whichever_verb_is_removed_first_plain_parameters_come_back_tied(order: 
 @pytest.mark.parametrize("order", ["head_replicated", "head_a_unit", "with_checkpointing"])
 @spmd(ranks=2)
 def test_a_head_that_is_called_by_itself_computes_and_its_gradient_is_averaged(order: str) -> None:
-    plain, model = twins(order)
+    plain, model = copies(order)
     rows = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64, device=current_device()).view(
         2, WIDTH
     )
@@ -179,20 +179,20 @@ def test_an_annotation_further_out_ties_what_the_one_inside_did_not_cover() -> N
     model = copy.deepcopy(plain)
     replicate(model[0][0])  # type: ignore[index]
     fully_shard(model[0])
-    twin = model[1].weight
+    clone = model[1].weight
     fully_shard(model)
-    assert model[1].weight is model[0][0].weight is not twin  # type: ignore[index]
+    assert model[1].weight is model[0][0].weight is not clone  # type: ignore[index]
     for loss in losses(plain, model, 0):
         loss.backward()
     assert_alike(plain, model, "gradients", gradient)
     remove(model, fully_shard)
     remove(model[0], fully_shard)
-    assert model[1].weight is model[0][0].weight is twin  # type: ignore[index]
+    assert model[1].weight is model[0][0].weight is clone  # type: ignore[index]
 
 
 @spmd(ranks=2)
 def test_a_parameter_put_at_one_place_comes_to_both_and_different_ones_are_refused() -> None:
-    plain, model = twins()
+    plain, model = copies()
     value = torch.ones(WORDS, WIDTH, dtype=torch.float64, device=current_device())
     plain.embedding.weight = plain.head.weight = nn.Parameter(value.clone())
     model.head.weight = nn.Parameter(value.clone())
@@ -219,7 +219,7 @@ def test_a_parameter_put_at_one_place_comes_to_both_and_different_ones_are_refus
 @spmd(ranks=2)
 def test_one_rank_may_detach_one_of_its_readers(order: str) -> None:
     """The gradient is complete at another moment there."""
-    plain, model = twins(order)
+    plain, model = copies(order)
     for step in range(3):
         model.zero_grad()
         plain.zero_grad()
@@ -245,4 +245,4 @@ def test_one_process_without_a_group_keeps_the_tie() -> None:
 
 @spmd(ranks=1)
 def test_a_group_of_one_rank_keeps_the_tie() -> None:
-    _train(*twins())
+    _train(*copies())

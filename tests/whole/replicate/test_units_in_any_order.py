@@ -19,7 +19,7 @@ from composable import fully_shard, replicate
 from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import all_accelerators, all_ordered
 from tests.helpers.compare import assert_mean_gradients
-from tests.helpers.means import WIDTH, twins
+from tests.helpers.means import WIDTH, copies
 from tests.helpers.world import Pool, current_device
 
 CAP: Final = 100 / (1 << 20)  # bytes: several buckets in a unit
@@ -102,7 +102,7 @@ _FORMS: Final = {each.__name__: each for each in (_by_policy, _in_a_loop, _below
 def _annotated(form: str, comm: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A plain model and an annotated one."""
     with comms_wrapped_by(_COMMS[comm]):
-        return twins(lambda: Model(**options), _FORMS[form])
+        return copies(lambda: Model(**options), _FORMS[form])
 
 
 def _loss(model: nn.Module, step: int) -> Tensor:

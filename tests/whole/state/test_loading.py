@@ -1,5 +1,5 @@
-"""State dicts of plain tensors, or spread in any way, are loaded into sharded models, which go on
-like the plain one.
+"""State dicts of plain tensors, or distributed in any way, are loaded into sharded models, which go
+on like the plain one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _files() -> dict[str, Callable[[Tied], dict[str, Any]]]:
     def sharded(plain: Tied) -> dict[str, Any]:
         return _shard(copy.deepcopy(plain)).state_dict()
 
-    def spread(placement: Any) -> Callable[[Tied], dict[str, Any]]:
+    def distribute(placement: Any) -> Callable[[Tied], dict[str, Any]]:
         def form(plain: Tied) -> dict[str, Any]:
             mesh = next(
                 p.device_mesh
@@ -100,8 +100,8 @@ def _files() -> dict[str, Callable[[Tied], dict[str, Any]]]:
             )
         ),
         "shards": sharded,
-        "cut along columns": spread(Shard(1)),
-        "replicated": spread(Replicate()),
+        "cut along columns": distribute(Shard(1)),
+        "replicated": distribute(Replicate()),
         "one place of the tied weight": lambda plain: {
             name: value for name, value in plain.state_dict().items() if name != "embed.weight"
         },
@@ -220,16 +220,16 @@ def test_what_does_not_fit_is_named(assign: bool) -> None:
 
 _OURS: Final = "(Shard(dim=0),) over the (2,) any mesh of ranks 0, 1"
 _CURE: Final = "Register its full_tensor(), or load it with load_state_dict()"
-_SPREAD: Final = (
-    "parameter 'weight' of unit 'body.0' was replaced by a DTensor that is spread otherwise:"
+_OTHER: Final = (
+    "parameter 'weight' of unit 'body.0' was replaced by a DTensor that is distributed otherwise:"
 )
 _REFUSED: Final = {
     "another placement": (
-        f"{_SPREAD} (Shard(dim=1),) over the (2,) any mesh of ranks 0, 1, where the unit has"
+        f"{_OTHER} (Shard(dim=1),) over the (2,) any mesh of ranks 0, 1, where the unit has"
         f" {_OURS}. {_CURE}"
     ),
     "another mesh": (
-        f"{_SPREAD} (Replicate(), Shard(dim=0)) over the (1, 2) any mesh of ranks 0, 1, where the"
+        f"{_OTHER} (Replicate(), Shard(dim=0)) over the (1, 2) any mesh of ranks 0, 1, where the"
         f" unit has {_OURS}. {_CURE}"
     ),
     "two for a tied one": (

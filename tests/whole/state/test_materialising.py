@@ -90,7 +90,7 @@ def test_a_forward_on_the_meta_device_is_refused_by_name_and_trains_once_there_a
 # --- initialisation in place --------------------------------------------------------------------
 
 
-# No fewer than 48 numbers in each: the spread of a dozen lies outside the bounds below once in 30
+# No fewer than 48 numbers in each: the variance of a dozen lies outside the bounds below once in 30
 # draws.
 _RESETS: Final[dict[str, Callable[[], nn.Module]]] = {
     "Linear": lambda: nn.Linear(64, 48),

@@ -35,7 +35,7 @@ class _Writes(nn.Module):
 @spmd(ranks=[1, 2])
 @pytest.mark.parametrize("width", [4, _WIDE])
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-def test_a_write_that_is_lost_is_told_of_once_by_name(
+def test_a_write_that_is_lost_is_reported_once_by_name(
     width: int, reshard_after_forward: bool | None
 ) -> None:
     model = nn.Sequential(_Writes(lambda weight: weight.mul_(2.0), width)).to(current_device())

@@ -2,8 +2,8 @@
 
 The table is made from `composable.__all__`: a public name that is in none of its parts fails until
 it is entered. Each call is made in scopes that keep parameters, and in none. Forwards there and
-behind compute with what was written, modules hold what they held, and nobody is told of a write of
-one rank.
+behind compute with what was written, modules hold what they held, and nobody is notified of a
+write of one rank.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def test_norms_count_each_batch_once(how: str) -> None:
 
 
 class Fickle(nn.Module):
-    """Does something else the second time that it is called, where it is told to."""
+    """Does something else the second time that it is called, where it is asked to."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model that rests on the host, and its twin that does not."""
+"""A model that rests on the host, and a copy that does not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def x_of(step: int) -> Tensor:
         return torch.randn(4, 8).to(current_device())
 
 
-def twins_of(**options: Any) -> tuple[nn.Module, nn.Module]:
+def copies_of(**options: Any) -> tuple[nn.Module, nn.Module]:
     """One that does not offload, and one that does."""
     made = []
     offload = options.pop("offload_policy", CPUOffloadPolicy())

@@ -46,31 +46,31 @@ from composable.torch_private import (
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class SpreadForm(ParamForm):
-    """How the user spread one parameter.
+class DTensorForm(ParamForm):
+    """How the user distributed one parameter.
 
     Attributes:
-        spread: a DTensor on the meta device with its mesh, placements, shape and stride.
+        like: a DTensor on the meta device with its mesh, placements, shape and stride.
         joint: the mesh that it rests on: the dimensions of its own one, and then those of the
             unit's.
         dims: which dimensions of its own mesh are not data parallel.
     """
 
-    spread: DTensor
+    like: DTensor
     joint: DeviceMesh
     dims: tuple[int, ...]
     is_whole: ClassVar[bool] = False
 
     @property
     def mesh(self) -> DeviceMesh:
-        return self.spread.device_mesh
+        return self.like.device_mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        return tuple(self.spread.placements)
+        return tuple(self.like.placements)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is spread as the user did. One that nothing cuts may be at rest, too."""
+        """Whether `tensor` is distributed as by the user. It may be at rest, too, if not cut."""
         return isinstance(tensor, DTensor) and (
             (tensor.device_mesh, tuple(tensor.placements)) == (self.mesh, self.placements)
         )
@@ -86,7 +86,7 @@ class SpreadForm(ParamForm):
 
     @override
     def local_like(self, registered: Tensor) -> Tensor:
-        return local_of(self.spread)
+        return local_of(self.like)
 
     @override
     def mesh_at_rest(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -96,15 +96,15 @@ class SpreadForm(ParamForm):
     def size_of(
         self, shape: torch.Size, strides: tuple[int, ...]
     ) -> tuple[torch.Size, tuple[int, ...]]:
-        return self.spread.shape, self.spread.stride()
+        return self.like.shape, self.like.stride()
 
     @override
     def comms(self, device: torch.device) -> list[Comm]:
         return [comm_of(self.mesh.get_group(dim), device) for dim in self.dims]
 
     @override
-    def refusal(self, name: str, newcomer: nn.Parameter) -> str:
-        if isinstance(newcomer, DTensor):
+    def refusal(self, name: str, replacement: nn.Parameter) -> str:
+        if isinstance(replacement, DTensor):
             return ""
         return (
             f"parameter {name} is tensor parallel, and was replaced by a plain one; nothing would"
@@ -114,17 +114,17 @@ class SpreadForm(ParamForm):
 
     @override
     def uncut(self, parameter: DTensor) -> int:
-        # replicated parameters rest as the user spread them
+        # replicated parameters rest as the user distributed them
         return parameter.device_mesh.ndim if self.owns(parameter) else self.ndim
 
     @override
     def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         # A DTensor takes over the storage offset of what it is made around. torch.compile expects
         # that of the local tensor; at-rest parameters have none, so that they can be copied.
-        spread = self.spread
+        like = self.like
         made = DTensor.from_local(
             local, self.mesh, self.placements, run_check=False,
-            shape=spread.shape, stride=spread.stride(),
+            shape=like.shape, stride=like.stride(),
         )  # fmt: skip
         parameter = parameter_around(made, requires_grad=requires_grad)
         set_local(parameter, local)  # type: ignore[arg-type]
@@ -132,8 +132,8 @@ class SpreadForm(ParamForm):
 
     @override
     def shown(self, local: Tensor) -> Tensor:
-        spread = self.spread
-        return wrap(local, self.mesh, self.placements, spread.shape, spread.stride())
+        like = self.like
+        return wrap(local, self.mesh, self.placements, like.shape, like.stride())
 
     @override
     @torch.no_grad()
@@ -143,7 +143,7 @@ class SpreadForm(ParamForm):
         if self.owns(tensor):  # replicated parameters rest so
             return local_of(tensor).clone()
         # as if it were the same on all tensor-parallel ranks: along them nothing is sent
-        like, placements = local_of(self.spread), [*tensor.placements]
+        like, placements = local_of(self.like), [*tensor.placements]
         placements[: self.ndim] = [Replicate()] * self.ndim
         local = local_of(tensor)
         return whole_of(wrap(local, tensor.device_mesh, placements, like.shape, like.stride()))
@@ -200,8 +200,8 @@ class SpreadForm(ParamForm):
         )  # fmt: skip
 
 
-class PartForm(SpreadForm):
-    """How the user spread a parameter of which modules have a part, a plain tensor
+class PartForm(DTensorForm):
+    """How the user distributed a parameter of which modules have a part, a plain tensor
     (`declare_part`).
     """
 
@@ -219,18 +219,18 @@ class PartForm(SpreadForm):
 PART: Final = "_composable_part"  # the attribute that `declare_part` sets
 
 
-def spread_of(parameter: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """How the user spread `parameter`; None for a plain one."""
+def mesh_and_placements(parameter: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """How the user distributed `parameter`; None for a plain one."""
     if isinstance(parameter, DTensor):
         return parameter.device_mesh, tuple(parameter.placements)
     return getattr(parameter, PART, None)
 
 
-def spread_like(parameter: Tensor, shape: torch.Size) -> DTensor:
-    """A DTensor on the meta device that is spread as `parameter`, and whole has `shape`."""
-    spread = spread_of(parameter)
-    assert spread is not None
-    mesh, placements = spread
+def meta_like(parameter: Tensor, shape: torch.Size) -> DTensor:
+    """A DTensor on the meta device that is distributed as `parameter`, and whole has `shape`."""
+    found = mesh_and_placements(parameter)
+    assert found is not None
+    mesh, placements = found
     (local,) = locals_of([parameter])
     bare = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
     stride = parameter.stride()

@@ -136,7 +136,7 @@ def groups_of(model: nn.Module, rate: float, *, apart: bool) -> list[dict[str, A
 
 
 @dataclass
-class Twins:
+class Copies:
     """The one that steps as torch does, and the one that steps on shards."""
 
     models: tuple[nn.Module, nn.Module]
@@ -184,7 +184,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def assert_same(expected: Any, actual: Any, what: str) -> None:
-    """The same type, spread, shape and bits, or the same value."""
+    """The same type, placements, shape and bits, or the same value."""
     assert type(expected) is type(actual), what
     if not isinstance(expected, Tensor):
         assert expected == actual, what
@@ -205,9 +205,9 @@ def assert_same(expected: Any, actual: Any, what: str) -> None:
     assert bool(one.isfinite().all()), f"{what}: nothing is compared where nothing is finite"
 
 
-def make_twins(
+def make_copies(
     name: str, flag: dict[str, bool], *, dtype: torch.dtype = torch.float32, opt_in: bool = True
-) -> Twins:
+) -> Copies:
     kind, options = OPTIMIZERS[name]
     models = sharded_model(dtype), sharded_model(dtype)
     one, other = (
@@ -215,7 +215,7 @@ def make_twins(
         for model in models
     )  # type: ignore[call-arg]
     step_on_shards(other, enabled=opt_in)
-    return Twins(models, (stepped_by_torch(one), other))
+    return Copies(models, (stepped_by_torch(one), other))
 
 
 def stepped_by_torch(optimizer: Optimizer) -> Optimizer:
