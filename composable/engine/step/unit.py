@@ -327,6 +327,7 @@ class Unit:
         # not computed with
         self.shown_by = ""
         self.asleep = False  # its parameters rest on the host, and it has no groups, until `wake`
+        self._moved = False  # `sleep` has begun to move them
 
         self.undo: list[Callable[[], object]] = []  # of `watch`, for parameters that came later
 
@@ -848,7 +849,7 @@ class Unit:
         self.hide()
         self.reshard()
         self.mesh_info = mesh_info
-        if self.groups:  # `wake` builds those of a unit on the host
+        if not self._moved:  # `wake` builds the groups of a unit on the host
             self.build()  # messages are laid out anew
         self.forget_root()
 
@@ -887,6 +888,7 @@ class Unit:
         """Rest elsewhere, without groups; None: there is nothing to move."""
         self.asleep = True
         if move is not None:
+            self._moved = True
             self.gradients.clear()
             for group in self.groups:
                 group.move(move)
@@ -894,13 +896,13 @@ class Unit:
             self._swap = ParameterSwap(())
 
     def wake(self) -> None:
-        """The inverse of `sleep`."""
-        self.asleep = False
-        if not self.groups:
+        """The inverse of `sleep`, also of one that raised. May be called again, if it raises."""
+        if self._moved:
             for param in self.params:
                 if param.own is not None:  # shards are brought when the groups are built
                     param.move(lambda tensor: tensor.to(self.mesh_info.device))
             self.build()
+        self._moved = self.asleep = False
 
     def dissolve(self) -> list[ManagedParam]:
         """It is removed: it gives up hooks, groups and modules. Returns its parameters."""
