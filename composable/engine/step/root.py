@@ -854,6 +854,7 @@ class Root:
             )
         for error in self.post_backward.drop(due):
             self._warn(error)
+        wait_for_traffic()  # gradients that have landed may be on their way to the host
         for unit in self.units:
             unit.drop_step()
             unit.swap_out()
