@@ -32,7 +32,8 @@ is notified of launches and waits by `observe_launches` of `composable.comm`, wi
 | `refuse_moment`              | raises if a unit is not between two steps                         |
 | `written`                    | tells units that all ranks have written to parameters at rest     |
 | `write_whole`                | writes this rank's part of a whole tensor                         |
-| `warn_of_other_groups`       | tells once of parameters that other ranks have otherwise          |
+| `warn_of_other_groups`       | warns once that other ranks may have other values under a         |
+|                              | parameter's name, as experts have                                 |
 | `hooks_of`                   | the communication hooks of a unit                                 |
 | `refuse_extended`            | raises if parameters are gathered in a form of their own          |
 | `stepped_in_backward`        | names the first of some parameters that is stepped in backward    |
@@ -42,6 +43,15 @@ is notified of launches and waits by `observe_launches` of `composable.comm`, wi
 | `LocalStep`                  | a step of element-wise code on shards                             |
 | `offloading_from_host`       | a simulated machine offloads tensors of the host, too             |
 | `give_memory`                | gives what is on the meta device memory, without values           |
+
+Collective, so that all ranks call them alike: `written` (if a scope keeps a unit),
+`unscale_gradients`, `Group.unshard`, and of what `driver_of` makes all but `reset`, which waits for
+what was launched. `called`, `values_exchanged` and `lose_step`, and `units_in` with a caller,
+notify observers, for which all ranks call them too. The others send nothing.
+
+An observer that raises ends the forward, backward or call of which it is notified, with its error;
+observers after it are not notified. As other errors in a step do, it must raise on all ranks.
+`raises`, `loses` and `interrupted` are called while a step is given up, and must not raise.
 """
 
 from __future__ import annotations
@@ -387,7 +397,8 @@ def refuse_moment(what: str, of: Unit) -> None:
 
 def written(units: Iterable[Unit]) -> None:
     """Tell units that all ranks have written to their parameters at rest without operators, so that
-    no version has counted the write.
+    no version has counted the write. Gathers units that a scope keeps: all ranks call it, with the
+    same units.
     """
     edits.written(_of_engine(units))
 

@@ -63,6 +63,19 @@ def units_in(
 _ON_THEIR_WAY: Final = (ShardedState.UNSHARDING, ShardedState.UNSHARDED)
 
 
+@contextmanager
+def _none_kept_on_error(units: Sequence[Unit]) -> Iterator[None]:
+    """Where an unshard raises, for want of memory, nothing of it stays gathered."""
+    try:
+        yield
+    except BaseException:
+        for unit in units:
+            unit.hide()
+        for unit in units:
+            unit.free()
+        raise
+
+
 class Unsharding:
     """All-gathers that were launched by `unshard`."""
 
@@ -73,11 +86,12 @@ class Unsharding:
     def wait(self) -> None:
         """Wait for the parameters, and register them on their modules. May be called again."""
         units, self._units = self._units, []
-        for unit in units:
-            # not resharded in the meantime
-            if all(group.state in _ON_THEIR_WAY for group in unit.groups):
-                unit.wait_for_unshard()
-                unit.swap_in()
+        with _none_kept_on_error(units):
+            for unit in units:
+                # not resharded in the meantime
+                if all(group.state in _ON_THEIR_WAY for group in unit.groups):
+                    unit.wait_for_unshard()
+                    unit.swap_in()
 
 
 @untraced
@@ -108,11 +122,12 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
         # replicated parameters next to shards are no plain ones either
         units = units_below([unwrapped(module)])
     prepare_roots(units)
-    for unit in units:
-        # in its own forward nothing changes: the end of that reshards as usual
-        if not unit.step.calls:
-            unit.keep(EXPLICIT)
-        unit.unshard()
+    with _none_kept_on_error(units):
+        for unit in units:
+            # in its own forward nothing changes: the end of that reshards as usual
+            if not unit.step.calls:
+                unit.keep(EXPLICIT)
+            unit.unshard()
     pending = Unsharding(units)
     if not async_op:
         pending.wait()

@@ -98,7 +98,7 @@ class Dispatcher:
         output.
         """
         if not self._calls:
-            return output  # a hook of the user's that runs before `before` raised
+            return output  # a user's hook raised before `before` was called
         entered, handled = self._calls[-1]
         if output is None and sys.exception() is not handled:
             self._fail(module)

@@ -48,16 +48,16 @@ class HostOffload:
         self._hosted: dict[int, tuple[Tensor, torch.device]] = {}
 
     def restore(self) -> None:
-        """Bring everything back to the device. May be called again; all ranks call it.
+        """Bring everything back to the device. All ranks call it.
 
-        The next step is that of a model that never left.
+        The next step is that of a model that never left. May be called again, also if it raised,
+        as when the device was out of memory: it goes on with what is left.
         """
-        units, self._units = self._units, []
-        for unit in units:
+        if self._units:
+            self._move(self._back)  # first: until all is here, some unit refuses to compute
+        for unit in self._units:
             unit.restore()
-        if units:
-            self._move(self._back)
-            self._hosted = {}
+        units, self._units, self._hosted = self._units, [], {}
         for unit in self._shown if units else ():
             unit.keep(EXPLICIT)
         written(units)
@@ -102,7 +102,10 @@ class HostOffload:
         return tensor if known is None else tensor.to(known[1])
 
     def _move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Move buffers, and the states of optimizers; shared tensors stay shared."""
+        """Move buffers, and the states of optimizers, or nothing if a copy raises.
+
+        Shared tensors stay shared.
+        """
         moved: dict[int, tuple[Tensor, Tensor]] = {}  # from, which keeps its id meanwhile, and to
 
         def once(tensor: Tensor) -> Tensor:
@@ -117,14 +120,16 @@ class HostOffload:
             there = once(local)
             return tensor if there is local else dtensor_like(there, tensor)
 
-        for module in self._model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = any_kind(buffer)
+        tables: list[dict[Any, Any]] = [module._buffers for module in self._model.modules()]
         for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                for key, value in state.items():
-                    state[key] = map_tensors(value, any_kind)
+            tables += optimizer.state.values()
+        changes = [
+            (table, key, map_tensors(value, any_kind))
+            for table in tables
+            for key, value in table.items()
+        ]
+        for table, key, value in changes:
+            table[key] = value
 
 
 @checked
@@ -170,7 +175,12 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
         _refuse_offload(unit)
     require_at_rest("offload_to_host", units)
     offload = HostOffload(module, units, optimizers)
-    offload._offload()
+    try:
+        offload._offload()
+    except BaseException:
+        wait_for_traffic()  # `restore` reads what is on its way to the host
+        offload.restore()
+        raise
     return offload
 
 

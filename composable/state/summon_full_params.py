@@ -118,21 +118,24 @@ def summon_full_params(
         show_again(units)
         raise
     tied = _hide(module, managed, shown, mine)
-    if writeback:
-        comms = dict.fromkeys(unit.mesh_info.all for unit in mine if rank0_only)
-        all_or_none("summon_full_params", [*comms], partial(_check_edits, shown, tied))
-        for each in shown:
-            follow_whole(each.managed.param.at_rest, each.whole)
-        copied = dict.fromkeys(each.managed.unit for each in shown)
-        changed = [unit for unit in mine if unit not in copied]  # edits have reached the parameters
-        for unit in copied:
-            edited = [each for each in shown if each.managed.unit is unit]
-            if with_grads or rank0_only or _is_edited(unit, edited):
-                changed.append(unit)
-                for each in edited:
-                    _write_back(each, rank0_only=rank0_only, with_grads=with_grads)
-        written(changed)  # the same units on all ranks
-    show_again(units)
+    try:
+        if writeback:
+            comms = dict.fromkeys(unit.mesh_info.all for unit in mine if rank0_only)
+            all_or_none("summon_full_params", [*comms], partial(_check_edits, shown, tied))
+            for each in shown:
+                follow_whole(each.managed.param.at_rest, each.whole)
+            copied = dict.fromkeys(each.managed.unit for each in shown)
+            # edits of these have reached the parameters
+            changed = [unit for unit in mine if unit not in copied]
+            for unit in copied:
+                edited = [each for each in shown if each.managed.unit is unit]
+                if with_grads or rank0_only or _is_edited(unit, edited):
+                    changed.append(unit)
+                    for each in edited:
+                        _write_back(each, rank0_only=rank0_only, with_grads=with_grads)
+            written(changed)  # the same units on all ranks
+    finally:
+        show_again(units)
 
 
 def _refuse_accumulated(managed: list[NamedParam]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 
-from composable import CPUOffloadPolicy, fully_shard, register_comm_hook
+from composable import CPUOffloadPolicy, fully_shard, register_comm_hook, reset
 from composable.engine.step import root
 from composable.memory import offload
 from composable.memory.offload import TO_DEVICE_STREAM, TO_HOST_STREAM, ComingShards
@@ -161,6 +161,26 @@ def test_gradients_have_arrived_when_backward_returns(hooked: bool) -> None:
     assert not all(map(torch.equal, early, found)), "this test notices"
     del model  # its gradients' memory, with these values, could have been that of the early ones
     offload.wait_for_traffic()
+
+
+@spmd(ranks=2)
+def test_gradients_have_arrived_when_a_step_was_reset() -> None:
+    model, x = _offloaded(), x_of(0).requires_grad_()
+
+    def fail(_: Tensor) -> None:
+        raise MemoryError
+
+    x.register_hook(fail)  # behind the first unit; those after it are reduced
+    loss = model(x).square().sum()
+    sim.native.sleep(200_000)
+    with pytest.raises(MemoryError):
+        loss.backward()
+    reset(model)
+    model.zero_grad(set_to_none=False)
+    offload.wait_for_traffic()
+    gradients = [p.grad for p in model.parameters() if isinstance(p.grad, DTensor)]
+    assert gradients
+    assert not any(map(torch.count_nonzero, map(local_of, gradients)))
 
 
 def _output_of_a_slow_device(model: nn.Module) -> Tensor:

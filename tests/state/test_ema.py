@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from composable import EMA, full_state_dict, fully_shard, replicate
 from composable.comm import ledger_of
 from composable.errors import ForeignParameterError
+from composable.extras.averaging import ema as ema_file
+from composable.seams import Observer, observe
+from composable.tensors.protocol import cloned
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
@@ -65,6 +69,40 @@ def test_averages_are_those_of_one_process(plan: str) -> None:
     after = full_state_dict(model, rank0_only=False)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert any(not torch.equal(found[name], value) for name, value in before.items())
+
+
+class _Exchanges(Observer):
+    def __init__(self) -> None:
+        self.noted: list[bool] = []
+
+    def exchanges_values(self, back: bool) -> None:
+        self.noted.append(back)
+
+
+@spmd(ranks=2)
+def test_a_scope_that_runs_out_of_memory_as_it_opens_changes_nothing() -> None:
+    model = fully_shard(plain(), policy={Block})
+    ema = EMA(model, decay=0.5)
+    _steps(model, ema, 1)
+    before, averages = full_state_dict(model, rank0_only=False), _averages(model, ema)
+    calls = []
+
+    def limited(value: torch.Tensor) -> torch.Tensor:
+        calls.append(value)
+        if len(calls) == 3:
+            raise MemoryError
+        return cloned(value)
+
+    exchanges = _Exchanges()
+    end = observe(exchanges)
+    with mock.patch.object(ema_file, "cloned", limited), pytest.raises(MemoryError), ema.swap():
+        pass
+    end()
+    assert exchanges.noted == [False, True]
+    after, found = full_state_dict(model, rank0_only=False), _averages(model, ema)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(torch.equal(found[name], value) for name, value in averages.items())
+    assert not all(torch.equal(found[name], value) for name, value in before.items())
 
 
 @spmd(ranks=2)

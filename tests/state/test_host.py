@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any, Final
 from unittest import mock
 
@@ -23,6 +24,8 @@ from composable import (
     stream_full,
     unshard,
 )
+from composable.engine.params.replicated import ReplicatedGroup
+from composable.engine.params.sharded import ShardedGroup
 from composable.errors import OptimizerError, PhaseError
 from composable.memory.offload import HostHome
 from composable.state import host
@@ -173,6 +176,74 @@ def test_the_steps_after_waking_have_the_bits_of_a_model_that_never_slept(
     pool: Pool, scheme: str
 ) -> None:
     pool.run(4 if scheme == "hybrid" else 2, _is_as_if_it_had_not_slept, scheme)
+
+
+@contextmanager
+def _memory_for(number: int) -> Iterator[None]:
+    """The allocations after this number of them raise, of those that offload and restore."""
+    left = iter(range(number))
+
+    def limited(allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            if next(left, None) is None:
+                raise MemoryError
+            return allocate(*args, **kwargs)
+
+        return act
+
+    allocations: tuple[tuple[type, str], ...] = (
+        (HostHome, "take"),
+        (ShardedGroup, "_make_shard"),
+        (ReplicatedGroup, "_make_at_rest"),
+        (host.HostOffload, "_back"),
+    )
+    with ExitStack() as stack:
+        for owner, name in allocations:
+            patch = mock.patch.object(owner, name, limited(getattr(owner, name)))
+            stack.enter_context(patch)
+        yield
+
+
+def _repeats_what_fails(model: Any, optimizer: Any) -> None:
+    x = torch.ones(2, WIDTH, device=current_device())
+    before = {id(p): (p.grad is None) for p in model.parameters()}
+    for number in count():
+        try:
+            with _memory_for(number):
+                handle = offload_to_host(model, optimizer)
+            break
+        except MemoryError:
+            with torch.no_grad():
+                kept = [buffer.clone() for buffer in model.buffers()]
+                model(x)
+                for buffer, value in zip(model.buffers(), kept, strict=True):
+                    buffer.copy_(value)
+    assert number > 6
+    for number in count():
+        try:
+            with _memory_for(number):
+                handle.restore()
+            break
+        except MemoryError:
+            with pytest.raises(PhaseError, match=r"Call restore\(\)"):
+                model(x)
+    assert number > 6
+    assert before == {id(p): (p.grad is None) for p in model.parameters()}
+
+
+def _is_as_if_nothing_had_failed(scheme: str) -> None:
+    with _copied_on_the_host_too():
+        failed = _trained(scheme, _repeats_what_fails)
+    awake = _trained(scheme, lambda model, optimizer: None)
+    for one, other in zip(failed, awake, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("scheme", ["fully_shard inside replicate", "kept until backward"])
+def test_offload_and_restore_may_be_repeated_after_they_ran_out_of_memory(
+    pool: Pool, scheme: str
+) -> None:
+    pool.run(2, _is_as_if_nothing_had_failed, scheme)
 
 
 @spmd(ranks=2)

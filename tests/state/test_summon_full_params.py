@@ -14,6 +14,7 @@ from composable import (
     MixedPrecisionPolicy,
     full_state_dict,
     fully_shard,
+    keep_unsharded,
     no_sync,
     summon_full_params,
 )
@@ -208,6 +209,16 @@ def test_what_shards_cannot_take_over_is_refused_at_the_end_on_all_ranks(
             for name, value in full_state_dict(model, rank0_only=False).items()
         )
         model(tokens(0)).sum().backward()
+
+
+@spmd(ranks=2)
+def test_after_a_refused_edit_modules_hold_what_the_scope_around_shows() -> None:
+    model = fully_shard(plain(), policy={Block})
+    with keep_unsharded(model):
+        with pytest.raises(ForeignParameterError, match="a hook"), summon_full_params(model):
+            model.head.weight.register_hook(lambda gradient: gradient)
+        assert not isinstance(model.head.weight, DTensor)
+    assert isinstance(model.head.weight, DTensor)
 
 
 @spmd(ranks=2)

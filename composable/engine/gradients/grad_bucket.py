@@ -58,7 +58,7 @@ class GradBucket:
 
     Args:
         members: parameters with equal precision, device and mesh, and their slots.
-        text, unit: of its launches.
+        text, unit_name: of its launches.
         factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is
             what was asked for.
         to_rest: brings reduced gradients where they rest.

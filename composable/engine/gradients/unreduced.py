@@ -196,7 +196,8 @@ class Accumulated:
         carried: list[tuple[int, Tensor]] = []
         for index, at_rest in enumerate(self._at_rest):
             held = at_rest.grad
-            # what is marked and never trained meanwhile is of earlier steps
+            # a marked gradient whose parameter trained in none of these backwards is from an
+            # earlier step
             if held is None or not (self.wanted[index] if self.marks else is_unreduced(held)):
                 continue
             if not self.marks and not _is_whole(held, self._params[index].info.form):

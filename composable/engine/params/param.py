@@ -36,7 +36,7 @@ from composable.contract.tree import Place
 from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.layout import Route, Slot
 from composable.tensors.dtensors import dtensor_parameter, gradient_like, is_unreduced
-from composable.torch_private import local_of, set_local, storage_key
+from composable.torch_private import local_of, local_tensor, set_local, storage_key
 
 gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
 trainability: Final = attrgetter("requires_grad")
@@ -344,19 +344,20 @@ class ManagedParam:
             move: makes a copy there.
             shard: the copy of its shard; None for a parameter that has memory of its own.
         """
-        self.compute = at_rest = self.at_rest
-        own = self.own
-        gradient, at_rest.grad = at_rest.grad, None
-        if own is not None:
-            own.data = move(own.data)
+        own, at_rest, gradient = self.own, self.at_rest, self.at_rest.grad
+        # copies come first: where one raises for want of memory, nothing has changed
+        moved = None if gradient is None else move(local_tensor(gradient))
+        data = None if own is None else move(own.data)
+        self.compute, at_rest.grad = at_rest, None
+        if own is not None and data is not None:
+            own.data = data
             shard = own.detach()
         if isinstance(at_rest, DTensor):
             assert shard is not None
             at_home(at_rest, shard)
-        if isinstance(gradient, DTensor):
-            at_rest.grad = gradient_like(move(local_of(gradient)), at_rest)
-        elif gradient is not None:
-            at_rest.grad = move(gradient)
+        if moved is not None:
+            spread = isinstance(gradient, DTensor)
+            at_rest.grad = gradient_like(moved, at_rest) if spread else moved
 
     def register(self, parameter: nn.Parameter) -> None:
         """Register `parameter` at all places. A place that was deleted, or set to None, stays
@@ -513,7 +514,10 @@ def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
         set_local(registered, local)
         return registered
     # It was moved away, and DTensors remember their device: let it take over a new one's insides.
-    gradient, registered.grad = registered.grad, None
+    gradient = registered.grad
+    # before anything changes, since a copy may raise for want of memory
+    moved = local_of(gradient).to(local.device) if isinstance(gradient, DTensor) else None
+    registered.grad = None
     made = dtensor_parameter(
         local, registered.device_mesh, registered.placements,
         registered.shape, registered.stride(), requires_grad=registered.requires_grad,
@@ -521,9 +525,8 @@ def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
     copy_attributes(registered, made)
     made.grad_dtype = registered.grad_dtype
     torch.utils.swap_tensors(registered, made)
-    if isinstance(gradient, DTensor):
-        from_host = local_of(gradient).to(local.device)
-        registered.grad = gradient_like(from_host, registered)
+    if moved is not None:
+        registered.grad = gradient_like(moved, registered)
     return registered
 
 

@@ -39,7 +39,9 @@ class Observer:
         """It has computed; `keep`: parameters outlive the forward."""
 
     def raises(self, root: Root, call: UnitCall, error: BaseException) -> None:
-        """It has raised, or one inside of it."""
+        """It has raised, or one inside of it. Not for an error in the unit's own `post_forward`
+        (`OutputError`): units around it are notified.
+        """
 
     def opens_backward(self, root: Root) -> None:
         """A backward begins in a root."""

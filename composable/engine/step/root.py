@@ -334,8 +334,8 @@ class Root:
         2. With gradients, the units around note that this one ran inside: backward asks.
         3. Units that were kept after forward are freed, as memory is about to be taken.
         4. The unit is gathered, and others ahead (`GatherOrder.pre_forward`). Ranks may compare.
-        5. The call notes whether backward must enter it on all ranks or on none: inside of another
-           call. Buckets by arrival go without an entrance, unless roots share the unit.
+        5. Inside of another call the call notes whether backward enters it on all ranks. Not for
+           buckets by arrival, unless several roots share the unit.
 
         Args:
             inputs: of the module; None if this rank does not compute it.
@@ -380,9 +380,9 @@ class Root:
         2. What earlier steps kept for a backward is given up, if none is to come to it.
         3. Modules hold at-rest parameters, since 4. looks at what is registered.
         4. What users did to parameters is adopted or refused.
-        5. What earlier forwards left gathered is freed. If that step was lost, some ranks have lost
-           it in the forward, and left nothing. What scopes keep, and `unshard()` has just gathered,
-           is the same on all.
+        5. What earlier forwards left gathered is freed: after a lost step some ranks have freed it
+           and some have not. What scopes keep, and `unshard()` has just gathered, is the same on
+           all.
         6. The iteration begins, or goes on with one more forward.
         7. What `unshard()` has gathered is shown, in an evaluation. A step uses it up.
         8. Replicated units next to shards are shown.
@@ -810,7 +810,7 @@ class Root:
         """A forward of `unit`'s module raised; called from the innermost annotated module
         outwards.
         """
-        if unit in self.step.running:  # not if `_begin` raised, or `leave` after it took it out
+        if unit in self.step.running:  # not if `_begin` raised, or `leave_forward` has taken it out
             self.step.running.pop()
         if not self.step.running:
             self.reset(f"its forward raised {type(sys.exception()).__name__}")
@@ -854,6 +854,7 @@ class Root:
             )
         for error in self.post_backward.drop(due):
             self._warn(error)
+        wait_for_traffic()  # gradients that have landed may be on their way to the host
         for unit in self.units:
             unit.drop_step()
             unit.swap_out()

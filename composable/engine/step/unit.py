@@ -327,8 +327,9 @@ class Unit:
         # not computed with
         self.shown_by = ""
         self.is_offloaded = (
-            False  # its parameters rest on the host, and it has no groups, until `restore`
+            False  # its parameters rest on the host, without groups, until `restore`
         )
+        self._moved = False  # `offload` has begun to move them
 
         self.undo: list[Callable[[], object]] = []  # of `watch`, for parameters that came later
 
@@ -850,7 +851,7 @@ class Unit:
         self.hide()
         self.reshard()
         self.mesh_info = mesh_info
-        if self.groups:  # `restore` builds those of a unit on the host
+        if not self._moved:  # `restore` builds the groups of a unit on the host
             self.build()  # messages are laid out anew
         self.forget_root()
 
@@ -888,6 +889,7 @@ class Unit:
         """Rest elsewhere, without groups; None: there is nothing to move."""
         self.is_offloaded = True
         if move is not None:
+            self._moved = True
             self.gradients.clear()
             for group in self.groups:
                 group.move(move)
@@ -895,13 +897,13 @@ class Unit:
             self._swap = ParameterSwap(())
 
     def restore(self) -> None:
-        """The inverse of `offload`."""
-        self.is_offloaded = False
-        if not self.groups:
+        """The inverse of `offload`, also of one that raised. May be called again, if it raises."""
+        if self._moved:
             for param in self.params:
                 if param.own is not None:  # shards are brought when the groups are built
                     param.move(lambda tensor: tensor.to(self.mesh_info.device))
             self.build()
+        self._moved = self.is_offloaded = False
 
     def remove(self) -> list[ManagedParam]:
         """It is removed: it gives up hooks, groups and modules. Returns its parameters."""

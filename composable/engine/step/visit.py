@@ -42,7 +42,7 @@ class Visit:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        # `pre_forward` runs, or has raised, and nothing is to be taken back
+        # `pre_forward` runs, or it raised and has cleaned up, so that `on_error` has nothing to do
         self._is_entering = False
 
     @untraced

@@ -157,20 +157,28 @@ class EMA:
         After the scope, also after an exception, the model has its own values again.
         """
         values_exchanged(back=False)
-        self._exchange()
         try:
-            yield
-        finally:
             self._exchange()
+            try:
+                yield
+            finally:
+                self._exchange()
+        finally:
             values_exchanged(back=True)
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for average, value in chain(*self._pairs()):
-            kept = cloned(value)
-            value.copy_(average)
-            average.copy_(kept)
-        written(units_in(self._model))
+        """All of them, or none if it raises for want of memory."""
+        pairs, done = [*chain(*self._pairs())], 0
+        try:
+            for done, pair in enumerate(pairs):  # noqa: B007
+                _exchange(*pair)
+        except BaseException:
+            for pair in pairs[:done]:
+                _exchange(*pair)
+            raise
+        finally:
+            written(units_in(self._model))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by FQN, sharded like the parameters, and the decay.
@@ -214,6 +222,12 @@ class EMA:
             ):
                 value = whole_of(value)
             write_whole(value, average)
+
+
+def _exchange(average: Tensor, value: Tensor) -> None:
+    kept = cloned(value)
+    value.copy_(average)
+    average.copy_(kept)
 
 
 def _refuse_foreign(name: str, value: Tensor, average: Tensor) -> None:

@@ -27,8 +27,10 @@ from composable import (
     offload_activations,
     replicate,
     reset,
+    unshard,
 )
 from composable.comm import Work, ledger
+from composable.engine.params.gather import Gather
 from composable.engine.params.param_group import ShardedState
 from composable.engine.step.unit import units_below
 from composable.errors import CommunicationError, RanksDisagreeError
@@ -152,6 +154,30 @@ def test_reset_frees_and_drops_everything_at_once(where: str, verb: str) -> None
     with logged() as lines:
         _assert_good_step(model)
     assert lines == [], "nothing is left to reset"
+
+
+@spmd(ranks=2)
+def test_an_unshard_that_runs_out_of_memory_keeps_nothing_gathered() -> None:
+    model = _annotated("fully_shard")
+    _assert_good_step(model)
+    for phase in ("launch", "land"):
+        act, calls = getattr(Gather, phase), []
+
+        def limited(*args: Any, act: Any = act, calls: list[Any] = calls) -> Any:
+            calls.append(args)
+            if len(calls) == 2:
+                raise MemoryError
+            return act(*args)
+
+        with mock.patch.object(Gather, phase, limited), pytest.raises(MemoryError):
+            unshard(model)
+        assert {row.state for row in describe(model).rows} <= {"SHARDED", "-"}, phase
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        with torch.no_grad():
+            _loss(model)
+        assert {row.state for row in describe(model).rows} <= {"SHARDED", "-"}, phase
+    unshard(model)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @spmd(ranks=2)
