@@ -810,7 +810,7 @@ class Root:
         """A forward of `unit`'s module raised; called from the innermost annotated module
         outwards.
         """
-        if unit in self.step.running:  # not if `_begin` raised, or `leave_forward` has taken it out
+        if unit in self.step.running:  # not if `_begin` raised, or `post_forward` has taken it out
             self.step.running.pop()
         if not self.step.running:
             self.reset(f"its forward raised {type(sys.exception()).__name__}")

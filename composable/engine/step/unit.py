@@ -326,9 +326,7 @@ class Unit:
         # the scope, if any, in which modules hold whole parameters for the user to edit; they are
         # not computed with
         self.shown_by = ""
-        self.is_offloaded = (
-            False  # its parameters rest on the host, without groups, until `restore`
-        )
+        self.is_offloaded = False  # rests on the host, without groups, until `restore`
         self._moved = False  # `offload` has begun to move them
 
         self.undo: list[Callable[[], object]] = []  # of `watch`, for parameters that came later
