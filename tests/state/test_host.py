@@ -178,9 +178,17 @@ def test_the_steps_after_waking_have_the_bits_of_a_model_that_never_slept(
     pool.run(4 if scheme == "hybrid" else 2, _is_as_if_it_had_not_slept, scheme)
 
 
+_ON_HOST: Final[tuple[tuple[type, str], ...]] = ((HostHome, "take"),)
+_ON_DEVICE: Final[tuple[tuple[type, str], ...]] = (
+    (ShardedGroup, "_make_shard"),
+    (ReplicatedGroup, "_make_at_rest"),
+    (host.HostOffload, "_back"),
+)
+
+
 @contextmanager
-def _memory_for(number: int) -> Iterator[None]:
-    """The allocations after this number of them raise, of those that offload and restore."""
+def _memory_for(number: int, allocations: tuple[tuple[type, str], ...]) -> Iterator[None]:
+    """Of these allocations, the ones after the first `number` raise."""
     left = iter(range(number))
 
     def limited(allocate: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,12 +199,6 @@ def _memory_for(number: int) -> Iterator[None]:
 
         return act
 
-    allocations: tuple[tuple[type, str], ...] = (
-        (HostHome, "take"),
-        (ShardedGroup, "_make_shard"),
-        (ReplicatedGroup, "_make_at_rest"),
-        (host.HostOffload, "_back"),
-    )
     with ExitStack() as stack:
         for owner, name in allocations:
             patch = mock.patch.object(owner, name, limited(getattr(owner, name)))
@@ -209,7 +211,7 @@ def _repeats_what_fails(model: Any, optimizer: Any) -> None:
     before = {id(p): (p.grad is None) for p in model.parameters()}
     for number in count():
         try:
-            with _memory_for(number):
+            with _memory_for(number, _ON_HOST):
                 handle = offload_to_host(model, optimizer)
             break
         except MemoryError:
@@ -221,7 +223,7 @@ def _repeats_what_fails(model: Any, optimizer: Any) -> None:
     assert number > 6
     for number in count():
         try:
-            with _memory_for(number):
+            with _memory_for(number, _ON_DEVICE):
                 handle.restore()
             break
         except MemoryError:
