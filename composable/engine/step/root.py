@@ -348,6 +348,7 @@ class Root:
                 self._begin(call.module)
             except BaseException:  # of which `Visit.on_error` tells nobody
                 self.step.thread.clear()
+                self.step.forward = None
                 raise
         step = self.step
         forward, iteration = step.forward, step.iteration
@@ -399,7 +400,7 @@ class Root:
                 notify(self)
             self.prepare()
         except BaseException:
-            for unit in explicit if not grad else ():  # what is refused here ends no `unshard()`
+            for unit in explicit:  # what is refused here ends no `unshard()`
                 unit.show()
             raise
         for unit in self.units:
