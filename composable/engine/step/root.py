@@ -903,10 +903,11 @@ def roots_of(units: Iterable[Unit]) -> list[Root]:
 
 
 def reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = None) -> None:
-    """Give up the step, and close what a KeyboardInterrupt left open: torch does not tell forward
-    hooks of it.
+    """Give up the step, also of shared units that its forward was in, and close what a
+    KeyboardInterrupt left open: torch does not tell forward hooks of it.
     """
-    root.reset(why)
+    for each in (root, *(other for other in roots_of(root.shared) if other.step.running)):
+        each.reset(why)
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
     for notify in OBSERVERS.interrupted:
