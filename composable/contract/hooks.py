@@ -124,9 +124,11 @@ class Dispatcher:
 
     def _fail(self, module: nn.Module) -> None:
         entered, _ = self._calls[-1]
-        while entered:
-            entered.pop().on_error(module)
-        self._calls.pop()
+        try:
+            while entered:
+                entered.pop().on_error(module)
+        finally:  # `drop_calls` does not come to it again
+            self._calls.pop()
 
 
 @untraced

@@ -283,6 +283,18 @@ def test_drop_calls_closes_an_interrupted_call_from_the_inside_out(error: BaseEx
     assert len(log) == len(INSIDE_OUT), "a second time, or without hooks, nothing is called"
 
 
+def test_a_bracket_that_raises_in_on_error_leaves_no_open_call() -> None:
+    module, log = _annotated()
+    dispatcher: Any = dispatcher_of(module)
+    dispatcher.brackets["checkpoint"].on_error = None  # cannot be called
+    module.error = ValueError("as planned")
+    with pytest.raises(ValueError, match="as planned"), pytest.warns(match="not callable"):
+        module(X)
+    log.clear()
+    drop_calls(module)
+    assert log == []
+
+
 def test_later_calls_are_complete_even_if_an_interrupted_one_was_not_dropped() -> None:
     module, log = _annotated()
     module.error = KeyboardInterrupt()

@@ -348,6 +348,7 @@ class Root:
                 self._begin(call.module)
             except BaseException:  # of which `Visit.on_error` tells nobody
                 self.step.thread.clear()
+                self.step.forward = None
                 raise
         step = self.step
         forward, iteration = step.forward, step.iteration
@@ -399,7 +400,7 @@ class Root:
                 notify(self)
             self.prepare()
         except BaseException:
-            for unit in explicit if not grad else ():  # what is refused here ends no `unshard()`
+            for unit in explicit:  # what is refused here ends no `unshard()`
                 unit.show()
             raise
         for unit in self.units:
@@ -903,10 +904,11 @@ def roots_of(units: Iterable[Unit]) -> list[Root]:
 
 
 def reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = None) -> None:
-    """Give up the step, and close what a KeyboardInterrupt left open: torch does not tell forward
-    hooks of it.
+    """Give up the step, also of shared units that its forward was in, and close what a
+    KeyboardInterrupt left open: torch does not tell forward hooks of it.
     """
-    root.reset(why)
+    for each in (root, *(other for other in roots_of(root.shared) if other.step.running)):
+        each.reset(why)
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
     for notify in OBSERVERS.interrupted:

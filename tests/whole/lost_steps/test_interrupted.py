@@ -5,6 +5,7 @@ forward hooks of no `BaseException`.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -17,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 import composable
+from composable.engine.step.unit import units_below
+from composable.errors import HooksRemovedError
 from composable.fsdp2 import fully_shard as fsdp2_fully_shard
 from tests.helpers.compare import full, full_parameters
 from tests.helpers.world import Pool, current_device, need_devices
@@ -143,3 +146,58 @@ def test_a_checkpoint_after_an_exit_in_forward_is_right_on_ranks(
 ) -> None:
     need_devices(device, ranks)
     pool.run(ranks, _end_in_forward, verb, device=device)
+
+
+class Headed(nn.Module):
+    """A head behind an encoder, which other models have as well."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("verb", [composable.fully_shard, composable.replicate])
+def test_models_go_on_after_an_exit_in_the_encoder_that_they_share(verb: Any) -> None:
+    encoder, x = Block(), torch.ones(3, 6)
+    actor, critic = Headed(encoder), Headed(encoder)
+    plain = copy.deepcopy(actor)
+    for module in (encoder, actor, critic):
+        verb(module)
+    for number, goes_on in enumerate((actor, critic, actor)):
+        encoder.error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            actor(x)
+        encoder.error = None
+        if number == 2:
+            composable.reset(actor)
+        goes_on(x)  # nobody uses it
+        for model in (actor, plain):
+            model.zero_grad()
+            model(x).sum().backward()
+        expected = [parameter.grad for parameter in plain.parameters()]
+        for parameter, gradient in zip(actor.parameters(), expected, strict=True):
+            assert parameter.grad is not None
+            assert gradient is not None
+            torch.testing.assert_close(full(parameter.grad), gradient)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_forward_that_is_refused_ends_no_unshard(grad: bool) -> None:
+    model, x = nn.Sequential(Block(), nn.Linear(6, 2)), torch.ones(3, 6)
+    composable.fully_shard(model, policy={Block})
+    model(x).sum().backward()
+    composable.unshard(model)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+    hooks, model[0]._forward_hooks = model[0]._forward_hooks, OrderedDict()
+    with torch.set_grad_enabled(grad), pytest.raises(HooksRemovedError):
+        model(x)
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+    (root,) = {unit.root for unit in units_below([model])}
+    assert root is not None
+    assert root.step.forward is None
+    model[0]._forward_hooks = hooks
+    model(x).sum().backward()  # uses it up
+    assert not any(unit.kept_by for unit in units_below([model]))
