@@ -4,6 +4,7 @@ bits of a run that never had that batch.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -407,6 +408,26 @@ def test_the_first_step_cannot_be_followed() -> None:
         trainer.step(2, PLACES["in the forward of unit 'blocks.2'"])
     (note,) = [each for each in raised.value.__notes__ if "together" in each]
     assert "made the check of the order of units" in note
+
+
+@spmd(ranks=1)
+def test_a_scope_that_raised_holds_no_buffers_and_no_frames() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).to(current_device())
+    replicate(model)
+    held: list[weakref.ref[Tensor]] = []
+
+    def fail(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        activation = args[0] * 2
+        held.append(weakref.ref(activation))
+        raise MemoryError
+
+    model[1].register_forward_pre_hook(fail)
+    scope = together(model)
+    with contextlib.suppress(MemoryError), scope:
+        held += [weakref.ref(copy) for *_, copy in scope._buffers]
+        model(torch.ones(3, 2, device=current_device()))
+    assert len(held) == 4
+    assert [each for each in held if each() is not None] == []
 
 
 @spmd(ranks=2)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from composable.contract.methods import set_method, unbind_method
-from composable.torch_private import CONVERT
+from composable.tensors.dtensors import gradient_like, is_unreduced
+from composable.torch_private import CONVERT, local_of
 
 
 def keep_attributes(modules: Iterable[nn.Module]) -> list[Callable[[], object]]:
@@ -27,10 +28,17 @@ def keep_attributes(modules: Iterable[nn.Module]) -> list[Callable[[], object]]:
     ]
 
 
-def _convert(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+def _convert(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> nn.Module:
+    def convert(tensor: Tensor) -> Tensor:
+        if is_unreduced(tensor):  # torch would reduce it, on the ranks that have one
+            return gradient_like(fn(local_of(tensor)), tensor)  # type: ignore[arg-type]
+        return fn(tensor)
+
     said = [(each, dict(vars(each))) for each in module._parameters.values() if each is not None]
     try:
-        converted: nn.Module = getattr(type(module), CONVERT)(module, *args, **kwargs)
+        converted: nn.Module = getattr(type(module), CONVERT)(module, convert, *args, **kwargs)
     finally:
         for parameter, attributes in said:
             own = vars(parameter)

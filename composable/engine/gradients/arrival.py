@@ -166,7 +166,7 @@ class Buckets:
             self.buckets.append(bucket)
             self._bucket_of.update(dict.fromkeys(members, bucket))
         for unit in self._units:
-            unit.stages.attach(unit, [each for each in self.buckets if each.unit is unit])
+            unit.arrive_in([each for each in self.buckets if each.unit is unit])
 
     def rename(self) -> None:
         """Units have other FQNs."""

@@ -11,7 +11,7 @@ parameters, next to shards as well, because a `DTensor` has no sparse gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,12 @@ class SparseGradients:
         self._comm = comm
         # those with a gradient of this rank's that was not reduced
         self._here: set[ManagedParam] = set()
+
+    def resume(self, former: Iterable[SparseGradients]) -> None:
+        """Go on with what waits in former ones: users have moved or replaced parameters."""
+        for each in former:
+            self._here |= each._here.intersection(self.params)
+            self.holds |= each.holds and not set(each.params).isdisjoint(self.params)
 
     def rename(self, unit_name: str) -> None:
         self._exchange = Launch(f"exchange of the numbers of sparse rows of unit '{unit_name}'")

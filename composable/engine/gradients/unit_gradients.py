@@ -95,6 +95,7 @@ class UnitGradients:
         self.accumulation = Accumulation()
         self.stages = Stages()
         self.hooks_due: dict[ManagedParam, None] = {}
+        self._arrive_in: Sequence[GradBucket] = ()  # see `arrive_in`
         self._undo: list[Callable[[], object]] = []
         self.clear()
 
@@ -106,13 +107,17 @@ class UnitGradients:
         """Call these from now on."""
         self.on_gradient, self.on_gradient_at_rest = on_gradient, on_gradient_at_rest
 
-    def clear(self) -> None:
-        """Take all hooks off: their tensors are about to be replaced."""
+    def unhook(self) -> None:
+        """Take all hooks off: their tensors are about to be replaced. `build` follows."""
         for undo in self._undo:
             undo()
         self._undo = []
+        self.groups: Sequence[ParamGroup] = ()  # their memory may go
+
+    def clear(self) -> None:
+        """Take all hooks off, and forget what they were for."""
+        self.unhook()
         self.params: Sequence[ManagedParam] = ()
-        self.groups: Sequence[ParamGroup] = ()
         self.buckets: list[GradBucket] = []
         self.sparse: list[SparseGradients] = []
         self.arrivals: dict[ManagedParam, Arrival] = {}
@@ -121,14 +126,29 @@ class UnitGradients:
     def build(
         self, spec: GradientSpec, params: Sequence[ManagedParam], groups: Sequence[ParamGroup]
     ) -> None:
-        """(Re)build buckets around the tensors that are registered now."""
+        """(Re)build buckets around the tensors that are registered now. What waits in the former
+        ones waits on.
+        """
+        buckets, sparse = self.buckets, self.sparse
         self.clear()
         self.spec, self.params, self.groups = spec, params, groups
         for group in groups:
             self._build_group(group)
         for param in params:
             self._listen_for(param)
-        self.stages.attach(self, self.buckets)
+        for each in self.sparse:
+            each.resume(sparse)
+        self._exchange(buckets, self.buckets)
+
+    def arrive_in(self, buckets: Sequence[GradBucket]) -> None:
+        """Of the kind ARRIVAL: these buckets of `arrival.py` reduce its gradients from now on."""
+        former, self._arrive_in = self._arrive_in, buckets
+        self._exchange(former, buckets)
+
+    def _exchange(self, former: Sequence[GradBucket], buckets: Sequence[GradBucket]) -> None:
+        for bucket in buckets:
+            bucket.accumulated.resume([each.accumulated for each in former])
+        self.stages.attach(self, buckets)
 
     def _build_group(self, group: ParamGroup) -> None:
         kind = self.spec.kind

@@ -19,7 +19,7 @@ that are reduced in float32, a sum of many backwards in bfloat16 would stop grow
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import or_
 from typing import TypeGuard
 
@@ -91,6 +91,23 @@ class Accumulated:
         self.backwards = 0
         self.wanted: tuple[bool, ...] = ()
 
+    def resume(self, former: Iterable[Accumulated]) -> None:
+        """Go on with what waits in former buckets: users have moved or replaced parameters, or a
+        unit came or went.
+        """
+        wanted: dict[ManagedParam, bool] = {}
+        for each in former:
+            if each.backwards and not set(each._params).isdisjoint(self._params):
+                self.backwards = max(self.backwards, each.backwards)
+                wanted.update(zip(each._params, each.wanted, strict=True))
+        if self.backwards:
+            self.wanted = tuple(wanted.get(param, False) for param in self._params)
+            self._mark()
+
+    def _mark(self) -> None:
+        for at_rest in self._at_rest if self.marks else ():
+            set_holds_unreduced(at_rest, holds=True)
+
     def end(self) -> None:
         """What waited is about to be reduced, or is dropped."""
         for at_rest in self._at_rest if self.marks else ():
@@ -105,8 +122,7 @@ class Accumulated:
         """A backward, in which these parameters train, leaves gradients here."""
         self.backwards += 1
         self.wanted = tuple(map(or_, self.wanted or trainable, trainable))
-        for at_rest in self._at_rest if self.marks else ():
-            set_holds_unreduced(at_rest, holds=True)
+        self._mark()
 
     def add(self, gradients: Sequence[Tensor | None], trainable: Sequence[bool]) -> None:
         """Add the gradients of the backward that `begin` was called for to what waits.

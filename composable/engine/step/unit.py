@@ -384,7 +384,7 @@ class Unit:
     def build(self) -> None:
         """(Re)build groups and buckets around the parameters that are registered now."""
         spec = self.spec
-        self.gradients.clear()  # its hooks are on tensors that are about to be replaced
+        self.gradients.unhook()  # its hooks are on tensors that are about to be replaced
         alike: dict[tuple[Precision, torch.device, MeshInfo, bool, bool], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
@@ -420,8 +420,8 @@ class Unit:
             )  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
+        self.rename(self.name)  # and label parameters, before gradients that wait are marked
         self._build_gradients()
-        self.rename(self.name)
         if self.root is not None:
             self.root.post_backward.make_buckets()
 
@@ -906,7 +906,7 @@ class Unit:
     def remove(self) -> list[ManagedParam]:
         """It is removed: it gives up hooks, groups and modules. Returns its parameters."""
         self.gradients.clear()
-        self.gradients.stages.attach(self.gradients, ())  # hooks are not called for it any more
+        self.gradients.arrive_in(())  # hooks are not called for it any more
         for undo in reversed(self.undo):
             undo()
         self.drop_step()

@@ -136,6 +136,11 @@ class _Where(Observer):
         self._backward = ""
         self._scope = scope
 
+    def end(self, error: BaseException | None) -> str:
+        """Where the step is that ends, or has raised `error`; keeps no exception."""
+        raised, self.raised = self.raised, None
+        return (self.place if error is raised else self.now) or "outside of all units"
+
     @override
     def pre_forward(self, root: Root, call: Call) -> None:
         self._scope.refuse_other_model(root)
@@ -403,13 +408,17 @@ class together:
     ) -> bool:
         launched = self._launches()
         self._undo.close()
+        # what is held from here on is held by the frame alone, also if something is raised
+        buffers, self._buffers = self._buffers, []
+        refused, self._refused = self._refused, None
+        place = self._where.end(error)
         if error is not None:
             reset(self._model)
             if not isinstance(error, Exception) or isinstance(
                 error, (CommunicationError, RanksDisagreeError)
             ):
                 return False
-            if (why := self._cannot_follow(launched)) and error is self._refused:
+            if (why := self._cannot_follow(launched)) and error is refused:
                 return False  # all ranks raise it
             if why:
                 error.add_note(
@@ -437,7 +446,6 @@ class together:
                     " have been in one of another kind"
                 )
             raise
-        buffers, self._buffers = self._buffers, []
         if decision and fewest != most:  # in a good step all ranks have written, or may go on so
             self._refuse_written(most - 1, error)
         if decision != _RAISED:  # the step was whole on all ranks
@@ -447,7 +455,7 @@ class together:
             return False
         self._end_unshard()
         _put_back(buffers)
-        return self._lose(error, everywhere=least == _RAISED)
+        return self._lose(error, place, everywhere=least == _RAISED)
 
     def _end_unshard(self) -> None:
         """Free what `unshard()` has gathered.
@@ -523,12 +531,9 @@ class together:
             assert made.kind is LaunchKind.COMPARE_LAUNCHES and comm.group is not None
             compare_launches(ledger_of(comm.group), comm)
 
-    def _lose(self, error: BaseException | None, *, everywhere: bool) -> bool:
+    def _lose(self, error: BaseException | None, where: str, *, everywhere: bool) -> bool:
         """Some rank has lost the step. Returns whether the exception of this rank is not raised."""
         self.lost = True
-        seen = self._where
-        where = (seen.place if error is seen.raised else seen.now) or "outside of all units"
-        seen.raised = None
         mine = [*self._said]
         if error is not None:
             mine.append(f"{type(error).__name__} {where}: {first_line(error)}")

@@ -235,12 +235,25 @@ def a_part_alone(model: Layers, x: Tensor) -> None:
     _end(model)
 
 
+def moved_in_between(model: Layers, x: Tensor) -> None:
+    """On all ranks, and on one alone, while parameters of one layer wait on some ranks only."""
+    for everywhere in (True, False):
+        _shorten(model, short=True)
+        for step in range(4):
+            with held(model, enabled=step != 1):
+                _step(model, (step + 1) * x)
+            if everywhere or dist.get_rank() == 0:
+                model._apply(torch.clone)  # as `model.to(...)` does
+        _end(model)
+        _shorten(model, short=False)
+
+
 PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     program.__name__: program
     for program in (
         scopes_in_each_other, an_explicit_end, clearing_in_between, scaling_in_between,
         unused_at_last, unused_at_first, unused_after_it_was_reduced, frozen_in_between,
-        a_part_alone,
+        a_part_alone, moved_in_between,
     )
 }  # fmt: skip
 

@@ -234,6 +234,11 @@ def test_sparse_gradients_with_precision_scaling_and_accumulation(sharded: bool)
         ours.words(_batch(3)).sum().backward()
     reduce_gradients(ours)
     assert len(called) == 2
+    with no_sync(ours):
+        ours.words(_batch(4)).sum().backward()
+    ours._apply(torch.clone)  # as `ours.to(...)` does
+    ours(_batch(4), tables=()).backward()
+    assert len(called) == 3, "what waited is reduced, though this backward brought nothing to it"
 
 
 @spmd(ranks=3)
