@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ _HALF: Final = (torch.float16, torch.bfloat16)
 def clip_grad_norm_(
     module: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float | Tensor,
-    norm_type: float = 2.0,
+    norm_type: float | Literal["inf"] = 2.0,
     *,
     error_if_nonfinite: bool = False,
     pp_group: dist.ProcessGroup | None = None,

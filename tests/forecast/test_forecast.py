@@ -581,7 +581,7 @@ def test_a_search_finds_nearly_the_best_plan_by_few_forecasts(
     limit: int, network: float, moves: float
 ) -> None:
     run = Pretended(network, moves)
-    search, lean = _Search(run, limit, 20), Plan("fully_shard", (Block,))
+    search, lean = _Search(run, limit, 20, most=24), Plan("fully_shard", (Block,))
     search.find(lean, 64, DEVICES["h100"].per_node, 2000)
     tried = run.count
     every = [

@@ -447,7 +447,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     loss.backward()
     with pytest.raises(AnnotationError, match="True or False, got 2"):
         model.set_reshard_after_forward(2)
-    with pytest.raises(AnnotationError, match="positive number, got 0"):
+    with pytest.raises(AnnotationError, match="positive number that is not infinite, got 0"):
         model.set_gradient_divide_factor(0)
 
 
@@ -502,7 +502,7 @@ def test_methods_refuse_a_module_that_is_not_annotated() -> None:
     model = _sharded()
     arguments = {"set_reshard_after_forward": (True,), "set_gradient_divide_factor": (2,)}
     for name in NAMES:
-        given = arguments.get(name, ((),) if len(_needed(name)) == 1 else ())
+        given = arguments.get(name, tuple(_usual(each) for each in _needed(name)))
         for other in (model[1], nn.Linear(1, 1)):  # below an annotated one, and elsewhere
             with pytest.raises(NotAnnotatedError, match=f"^{name}"):
                 getattr(FSDPModule, name)(other, *given)
@@ -514,10 +514,14 @@ def test_methods_refuse_a_module_that_is_not_annotated() -> None:
         register_fsdp_forward_method(model, "generate")
 
 
-def _needed(name: str) -> list[str]:
+def _needed(name: str) -> list[inspect.Parameter]:
     parameters = inspect.signature(getattr(FSDPModule, name)).parameters.values()
     takes = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in takes and p.default is p.empty][1:]
+    return [p for p in parameters if p.kind in takes and p.default is p.empty][1:]
+
+
+def _usual(parameter: inspect.Parameter) -> object:
+    return True if parameter.annotation in (bool, "bool") else ()
 
 
 @spmd(ranks=2)

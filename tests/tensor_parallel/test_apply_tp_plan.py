@@ -30,7 +30,7 @@ def test_what_cannot_be_is_refused() -> None:
         apply_tp_plan(llama(), mesh["tp"], experts=True)
     torch.manual_seed(0)
     model = llama()
-    with pytest.raises(AnnotationError, match=r"no DeviceMesh of one dimension"):
+    with pytest.raises(AnnotationError, match=r"mesh must have one dimension"):
         apply_tp_plan(model, mesh)
     checkpoint(model.model.layers[0])
     fully_shard(model.lm_head, mesh=mesh["dp"])

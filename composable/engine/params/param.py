@@ -356,8 +356,8 @@ class ManagedParam:
             assert shard is not None
             at_home(at_rest, shard)
         if moved is not None:
-            spread = isinstance(gradient, DTensor)
-            at_rest.grad = gradient_like(moved, at_rest) if spread else moved
+            is_dtensor = isinstance(gradient, DTensor)
+            at_rest.grad = gradient_like(moved, at_rest) if is_dtensor else moved
 
     def register(self, parameter: nn.Parameter) -> None:
         """Register `parameter` at all places. A place that was deleted, or set to None, stays
