@@ -521,7 +521,7 @@ def _needed(name: str) -> list[inspect.Parameter]:
 
 
 def _usual(parameter: inspect.Parameter) -> object:
-    return True if parameter.annotation in (bool, "bool") else ()
+    return () if "Sequence" in parameter.annotation else 1  # a flag, a number, an object
 
 
 @spmd(ranks=2)
