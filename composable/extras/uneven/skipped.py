@@ -29,7 +29,7 @@ def skipped(module: nn.Module, x: T) -> T:
     `.modules()`.
 
     Args:
-        module: an annotated module. For any other module, the function does nothing.
+        module: an annotated module. For any other module, the function only returns `x`.
         x: the module's input: a tensor, or a container of tensors. If the module is frozen and the
             inputs of other ranks require no gradient, `x` should require none either. If it does,
             the library goes by the inputs in the first forward, and by those of this rank.
