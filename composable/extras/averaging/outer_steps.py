@@ -174,12 +174,13 @@ class _Rounds:
 class LocalSteps:
     """Replicas that train apart until `remove()`.
 
-    Made by `local_steps`. As a context manager it removes itself at the end. An exception that
-    leaves the context changes nothing: replicas differ then, and stay apart until `remove()`.
+    `local_steps` returns this object. As a context manager, it calls `remove()` at the end. If an
+    exception leaves the context, it does not call `remove()`: the replicas differ, and train apart
+    until `remove()`.
 
     Args:
         model, optimizers, rounds: as given to `local_steps`.
-        outer: the outer optimizer, of the backups.
+        outer: the outer optimizer of the backups.
         messages: one per unit and dtype.
         infos: what units reduce their gradients over from now on.
 
@@ -294,8 +295,8 @@ class LocalSteps:
     def remove(self) -> None:
         """Average parameters and buffers over the replicas, and train synchronously from now on.
 
-        All ranks call it together. A round that has begun ends with a plain mean, without the outer
-        optimizer. May be called again.
+        All ranks call this together. A round that has begun ends with a plain mean, without the
+        outer optimizer. You may call it again.
 
         Raises:
             PhaseError: not between two steps.
@@ -331,9 +332,9 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return backups and the outer optimizer's state by FQN, sharded like the parameters.
 
-        All ranks call it together. All replicas return the same. The model's parameters and the
-        inner optimizer's state differ between replicas inside a round, so a checkpoint that resumes
-        exactly is one per replica.
+        All ranks call this together. All replicas return the same. Inside a round, the model's
+        parameters and the inner optimizer's state differ between replicas. To resume exactly, save
+        one checkpoint per replica.
         """
         state: dict[str, Any] = {
             "steps": self.steps,
@@ -377,7 +378,7 @@ class LocalSteps:
     @checked
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, with the same `every` and `delay`.
+        """Continue from the point where `state_dict` was called, with the same `every` and `delay`.
 
         Load the model and the inner optimizer, too.
 
