@@ -87,30 +87,31 @@ GRAD_DTYPE: Final = "grad_dtype"
 class MixedPrecisionPolicy:
     """The dtypes in which a unit computes, reduces gradients, and takes and returns tensors.
 
-    At rest parameters keep their own. Each is a dtype or its name ("bf16", "float32"); attributes
-    are dtypes.
+    At rest, parameters keep their own dtypes. Each argument is a dtype or its name ("bf16",
+    "float32"). Attributes are dtypes.
 
     Args:
-        param_dtype: parameters are gathered and computed with in it. None: in the dtype that they
-            have.
-        reduce_dtype: gradients are communicated and summed in it. None: in the `grad_dtype` that
-            was set on a parameter, else in `param_dtype`. "grad_dtype": in that of `.grad`.
-            `.grad` has the parameter's dtype, or its `grad_dtype`.
-        buffer_dtype: modules compute with buffers cast to it; at rest buffers keep their own. What
-            forward writes to them is kept. A dict maps FQNs and globs to dtypes: the last one that
-            matches counts; others are not cast.
-        output_dtype: floating-point tensors that the annotated module's forward returns are cast to
-            it. Units inside that a policy picks return what they compute, unless the policy gives
-            them an `mp_policy` of their own.
-        cast_forward_inputs: floating-point tensors that forward is given are cast to `param_dtype`.
-        keep_grads_in_reduce_dtype: `.grad` has the `reduce_dtype`; the optimizer must be one that
-            takes such gradients.
-        full_precision_classes: classes of modules that keep their dtype, with all modules below
-            them, inside a unit that computes in another one: their inputs are cast to it, and their
-            outputs are cast back.
-        param_dtype_override_fn: `fn(parameter) -> dtype | None`, asked once for each parameter when
-            it is annotated. The parameter's own dtype: it computes in it, and its module takes
-            what it is given. `param_dtype` or None: as others do.
+        param_dtype: gather parameters and compute with them in this dtype. None: in the dtype that
+            they have.
+        reduce_dtype: communicate and sum gradients in this dtype. None: in the `grad_dtype` that
+            was set on a parameter, or otherwise in `param_dtype`. "grad_dtype": in the dtype of
+            `.grad`. `.grad` has the parameter's dtype, or its `grad_dtype`.
+        buffer_dtype: compute with buffers in this dtype. At rest, buffers keep their own dtypes.
+            Writes of forward to buffers are kept. A dict maps FQNs and globs to dtypes. The last
+            match counts, and buffers without a match are not cast.
+        output_dtype: cast floating-point tensors that the annotated module's forward returns to
+            this dtype. Units inside that a policy selects do not cast their outputs, unless the
+            policy gives them their own `mp_policy`.
+        cast_forward_inputs: cast floating-point inputs of forward to `param_dtype`.
+        keep_grads_in_reduce_dtype: keep `.grad` in the `reduce_dtype`. The optimizer must accept
+            such gradients.
+        full_precision_classes: classes of modules that keep their own dtype inside a unit that
+            computes in another dtype. This includes all modules below them. Their inputs are cast
+            to their own dtype, and their outputs are cast back.
+        param_dtype_override_fn: `fn(parameter) -> dtype | None`, called once for each parameter
+            when it is annotated. If it returns the parameter's own dtype, the parameter computes in
+            it, and the inputs of its module are not cast. If it returns `param_dtype` or None, the
+            parameter is treated like the others.
 
     Example:
         >>> precision = MixedPrecisionPolicy(param_dtype="bf16", reduce_dtype="fp32")
@@ -226,12 +227,12 @@ def _classes(value: object) -> tuple[type[nn.Module], ...]:
 class CPUOffloadPolicy:
     """Keep sharded parameters, their gradients and the optimizer's state in the host's memory.
 
-    The device holds unsharded parameters, and shards while they are copied. On a mesh of CPUs the
+    The device holds only unsharded parameters, and shards during a copy. On a mesh of CPUs, the
     policy has no effect.
 
     Args:
-        pin_memory: use pinned memory, so that copies overlap with computation. False: use ordinary
-            memory, for hosts with little of it; then the host waits for each copy.
+        pin_memory: use pinned memory, so that copies overlap with computation. False uses ordinary
+            memory, for hosts with little memory. The host then waits for each copy.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,))

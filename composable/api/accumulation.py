@@ -32,24 +32,25 @@ _LEVELS: Final[dict[Level, SyncMode]] = {"all": SyncMode.HOLD, "replicate": Sync
 def no_sync(module: nn.Module, *, enabled: bool = True, level: Level = "all") -> Iterator[None]:
     """Let backwards inside the scope accumulate gradients on each rank.
 
-    The first backward outside of the scope reduces the sum. Gradients of several micro-batches are
-    communicated once. The scope counts when backward runs: forward may run inside the scope or
-    before it. All ranks do the same. Scopes nest: the innermost one that a unit is in decides, so
-    one with `enabled=False` inside of another reduces. An exception that leaves the scope ends it.
+    The first backward outside of the scope reduces the sum, so the gradients of several
+    micro-batches are communicated once. Backward must run inside the scope; forward may run inside
+    the scope or before it. All ranks open the scope around the same backwards. If scopes nest, the
+    innermost scope that covers a unit decides, so backward reduces in a scope with `enabled=False`
+    inside another. An exception that leaves the scope ends it.
 
-    Until they are reduced, gradients are whole on every rank. A sharded parameter's `grad` is a
-    `DTensor` with a `Partial` placement then, a replicated parameter's is this rank's own;
-    `zero_grad` clears both. Optimizers, and `clip_grad_norm_`, refuse them by name. A parameter
-    that only earlier micro-batches used, on any rank, is reduced with the others.
+    Until they are reduced, gradients are whole on every rank. The `grad` of a sharded parameter is
+    a `DTensor` with a `Partial` placement; the `grad` of a replicated parameter is this rank's own.
+    `zero_grad` clears both. Optimizers and `clip_grad_norm_` raise an error for them. If only
+    earlier micro-batches used a parameter, on any rank, its gradient is reduced with the others.
 
-    A forward or backward that raises drops the accumulated gradients: some of them may be
-    incomplete. On one rank without a process group nothing is accumulated apart.
+    A forward or backward that raises drops the accumulated gradients, because some of them may be
+    incomplete. One rank without a process group accumulates gradients as usual.
 
     Args:
-        module: an annotated module, or one that contains some; of units elsewhere nothing changes.
-        enabled: False reduces in every backward, as without a scope.
-        level: "all", or "replicate" for hybrid sharding: gradients are reduce-scattered in every
-            backward, and the all-reduce over the replicas waits.
+        module: an annotated module, or one that contains some. Other units are not affected.
+        enabled: False reduces in every backward, as without the scope.
+        level: "all" reduces nothing. "replicate" is for hybrid sharding: every backward
+            reduce-scatters gradients, and only the all-reduce over the replicas waits.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
@@ -83,12 +84,12 @@ def reduce_gradients(module: nn.Module) -> None:
     All ranks call it together, outside of forward and backward, after the same backwards.
 
     Args:
-        module: an annotated module, or one that contains some. All units of the model that it is
-            called in are reduced; other models keep what they accumulated.
+        module: an annotated module, or one that contains some. All units of its model are reduced.
+            Other models keep their accumulated gradients.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
-        PhaseError: a forward or a backward is under way.
+        PhaseError: inside of a forward or backward.
 
     Example:
         >>> with no_sync(model):

@@ -44,23 +44,23 @@ def apply_tp_plan(
 ) -> M:
     """Make a model of transformers tensor parallel, in place, by the plan of its configuration.
 
-    `fully_shard` or `replicate` over other dimensions of the same mesh then does the rest. Ranks of
-    `mesh` get the same rows. All of them call this together, before they annotate.
+    Then call `fully_shard` or `replicate` over the other dimensions of the same mesh. Pass the same
+    rows of the batch to all ranks of `mesh`. These ranks call this together, before they annotate.
 
     Args:
-        module: of transformers 5, the same on all ranks of `mesh`, of which each keeps its part; or
-            on the meta device.
-        mesh: of one dimension, such as `mesh["tp"]`.
-        experts: each rank has whole experts (`ep_plan`), and sums are taken over all ranks, in
-            place of a part of every expert.
-        sync_module_states: over the ranks of `mesh`, as for `fully_shard`: "check" compares values,
+        module: a model of transformers 5. It is the same on all ranks of `mesh`, and each rank
+            keeps its part; or it is on the meta device.
+        mesh: a mesh of one dimension, such as `mesh["tp"]`.
+        experts: give each rank whole experts (`ep_plan`) in place of a part of every expert.
+            Outputs are then summed over all ranks.
+        sync_module_states: as for `fully_shard`, over the ranks of `mesh`. "check" compares values,
             "broadcast" copies those of the first rank, "off" compares none.
 
     Returns:
         `module`.
 
     Raises:
-        AnnotationError: the model has no such plan, or is annotated already; the mesh has several
+        AnnotationError: the model has no such plan, or is already annotated; the mesh has several
             dimensions.
         RanksDisagreeError: the ranks do not hold the same model, or another rank failed.
 

@@ -35,31 +35,33 @@ def checkpoint(
 ) -> Target:
     """Drop the activations of `module` after forward and compute them again in backward, in place.
 
-    With a policy only the modules that it picks are annotated, not `module`. Together with
-    `fully_shard` on the same module, in either order of the calls, parameters are unsharded twice
-    per step: for forward, and for recomputation and backward together. Everything in the module
-    runs twice, hooks of yours before forward included, and those after it where the second run
-    comes to the end (`early_stop=False`); norms with a `running_mean`, as torch's batch norms,
-    count each batch once. A second run that does something else is torch's `CheckpointError`, with
-    a note that names the module.
+    With a policy, only the modules that it selects are annotated, not `module`. You may call
+    `fully_shard` on the same module, before or after. Parameters are then unsharded twice per step:
+    once for forward, and once for recomputation and backward together.
+
+    Everything in the module runs twice, including your forward pre-hooks. Your forward hooks run
+    twice if the second run reaches the end (`early_stop=False`). Norms with a `running_mean`, such
+    as torch's batch norms, count each batch once. If the second run computes something else, torch
+    raises `CheckpointError`, and a note on it names the module.
 
     Args:
-        module: a module, or a list of modules, each checkpointed by itself.
+        module: a module, or a list of modules that are checkpointed separately.
         policy: which submodules to checkpoint; see `composable.policies`.
         preserve_rng_state: recompute with the random numbers of the forward (dropout).
-        context_fn: returns two context managers, for the forward and for the recomputation;
-            selective checkpointing is `partial(create_selective_checkpoint_contexts, ops_to_save)`
-            of torch.utils.checkpoint.
-        determinism_check: "default" compares shapes, dtypes and devices of what is recomputed;
+        context_fn: returns two context managers, one for the forward and one for the recomputation.
+            For selective checkpointing, pass
+            `partial(create_selective_checkpoint_contexts, ops_to_save)` of torch.utils.checkpoint.
+        determinism_check: "default" compares shapes, dtypes and devices of the recomputed tensors.
             "none" does not.
         debug: on a mismatch, show the traces of both runs.
-        early_stop: stop recomputing when everything needed is there.
+        early_stop: stop the recomputation when it has made every tensor that backward needs.
 
     Returns:
         `module`.
 
     Raises:
-        AnnotationError: the module is checkpointed already or has no forward; a keyword is unknown.
+        AnnotationError: the module is already checkpointed, or has no forward; a keyword is
+            unknown.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())

@@ -91,55 +91,57 @@ def register_comm_hook(
 
     The hook is called as `hook(state, bucket)` and returns the reduced gradients, or a
     `torch.futures.Future` of them. It replaces the sum over the ranks *and* its division, so it
-    usually makes a mean. Those of `torch.distributed.algorithms.ddp_comm_hooks` run as they are.
+    usually makes a mean. Hooks of `torch.distributed.algorithms.ddp_comm_hooks` run unchanged.
 
-    `bucket` has the methods of `torch.distributed.GradBucket`: `buffer()` is the gradients as one
-    flat tensor, which the hook may write to, `gradients()` are views of it, `parameters()`,
-    `index()`, `is_last()`, `set_buffer(tensor)`. It also has the names of its parameters (`fqns`),
-    what the sum would be multiplied by without a hook (`scale`), and its ranks (`group`).
+    `bucket` has the methods of `torch.distributed.GradBucket`: `buffer()`, `gradients()`,
+    `parameters()`, `index()`, `is_last()` and `set_buffer(tensor)`. `buffer()` returns the
+    gradients as one flat tensor that the hook may write to, and `gradients()` returns views of it.
+    `bucket` also has the names of its parameters (`fqns`), the factor for the sum without a hook
+    (`scale`), and its ranks (`group`).
 
-    For a sharded unit the bucket has the whole gradients, in the dtype of the reduction, and the
-    hook returns them reduced, on every rank, which takes its shards. `parameters()` are the sharded
-    ones. With an `offload_policy` they are on the host; the gradients, and what the hook returns,
-    are on the device.
+    For a sharded unit, the bucket has the whole gradients, in the dtype of the reduction. The hook
+    returns the whole reduced gradients on every rank, and each rank takes its shards.
+    `parameters()` returns the sharded parameters. With an `offload_policy` these are on the host,
+    but the gradients and the result of the hook are on the device.
 
-    Hybrid sharding reduces in two stages, each of which takes a hook. In place of "reduce_scatter"
-    a hook reduces whole gradients over the ranks of one replica, as above. In place of "all_reduce"
-    it reduces shards over the replicas: the bucket has the means over the ranks of one replica, of
-    each parameter the rows that this rank owns.
+    Hybrid sharding reduces in two stages, and each stage takes a hook. A hook for "reduce_scatter"
+    reduces whole gradients over the ranks of one replica, as above. A hook for "all_reduce" reduces
+    shards over the replicas. Its bucket has the means over the ranks of one replica, and for each
+    parameter the rows that this rank owns.
 
-    Hooks communicate over `bucket.group`. A `state` of None is that group, and so is a
-    `state.process_group` of None. `grad_reduce` multiplies gradients before the hook sees them. A
-    backward under `no_sync` calls no hook, and the one that reduces hands over the whole sum; under
-    `no_sync(level="replicate")` the hook of the first stage is called each time. One rank alone
-    calls no hook.
+    Hooks communicate over `bucket.group`. If `state` or `state.process_group` is None, the hook
+    gets that group in its place. `grad_reduce` multiplies gradients before the hook sees them. A
+    backward under `no_sync` calls no hook; the backward that reduces passes the whole sum to the
+    hook. Under `no_sync(level="replicate")`, every backward calls the hook of the first stage. On
+    one rank, no hook is called.
 
     All ranks register the same hook together, between steps.
 
     Args:
-        module: a replicated or a fully sharded module, or a list that was annotated as one. The
-            hook is for its unit, and for those of the same verb inside.
-        state: the hook's first argument, or None. One state is for one registration, if it
-            remembers something by `bucket.index()`.
-        hook: what reduces. The same on all ranks.
-        stage: of the reduction. Replicated gradients have one stage, "all_reduce", and so do
-            sharded ones, "reduce_scatter": leave it out there. Hybrid sharding has both, so say
-            which one.
+        module: a replicated or fully sharded module, or a list that was annotated as one unit. The
+            hook applies to its unit, and to units of the same verb inside.
+        state: the hook's first argument, or None. If the state stores values by `bucket.index()`,
+            use it for one registration only.
+        hook: the function that reduces. It must be the same on all ranks.
+        stage: the stage of the reduction. Replicated gradients have only "all_reduce", and sharded
+            gradients only "reduce_scatter", so you can leave it out. Hybrid sharding has both
+            stages, so pass one.
 
     Returns:
         A handle whose `remove()` removes the hook.
 
     Raises:
-        NotAnnotatedError: `module` is neither replicated nor fully sharded; modules of a list were
-            not annotated together.
-        AlreadyAnnotatedError: a unit has a hook for this stage.
+        NotAnnotatedError: `module` is neither replicated nor fully sharded; the modules of a list
+            were not annotated together.
+        AlreadyAnnotatedError: a unit already has a hook for this stage.
         AnnotationError: the hook cannot be called with two arguments; there is no such stage, or
-            there are two and none is named; a parameter has sparse gradients; the hook is one of
-            torch's that leave gradients local (`noop_hook`, `post_localSGD_hook`), and would do so
-            to those of shards, or one of torch's for FSDP1.
+            there are two stages and you passed none; a parameter has sparse gradients; the hook is
+            a torch hook that leaves gradients local (`noop_hook`, `post_localSGD_hook`), and would
+            leave those of shards local; the hook is a torch hook for FSDP1.
         MeshError: units are on different meshes.
-        PhaseError: a forward waits for its backward; inside of a backward, or of `no_sync`.
-        RanksDisagreeError: another rank refuses, or registers another hook.
+        PhaseError: a forward still waits for its backward, or the call is inside of a backward or
+            of `no_sync`.
+        RanksDisagreeError: another rank raises an error, or registers another hook.
 
     Example:
         >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook

@@ -72,69 +72,77 @@ def fully_shard(
 ) -> Target:
     """Shard the parameters, gradients and optimizer state of `module` over a mesh, in place.
 
-    Every rank of the mesh keeps 1/n of each parameter, as a `DTensor` under its old name. Before
-    the module's forward, and again before its backward, the parameters are all-gathered; in
-    backward the gradients are reduce-scattered. The next module's parameters are gathered while
-    this one computes. Annotate inner modules first, or name them in `policy`: each is unsharded and
-    resharded on its own, so that at most two of them (`prefetch` + 1) are unsharded at a time,
-    besides the parameters of the outer module itself.
+    Each of the n ranks of the mesh keeps 1/n of each parameter, as a `DTensor` under its old name.
+    The library all-gathers the parameters before the module's forward, and again before its
+    backward. It reduce-scatters the gradients in backward. While one module computes, the library
+    gathers the parameters of the next.
+
+    Annotate inner modules first, or name them in `policy`. Each is unsharded and resharded on its
+    own. At most two of them (`prefetch` + 1) are unsharded at a time, besides the parameters of the
+    outer module itself.
 
     All ranks of the mesh call this together, with the same module.
 
     Args:
         module: a module, or a list of modules that form one unit.
         mesh: a `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process
-            group is fine. A mesh of two dimensions shards over one and replicates over the other
-            (hybrid sharding). Names that contain "replicate" and "shard" tell which is which;
-            without names the first one is replicated over. A pair of process groups (shard,
-            replicate) means the same: of the ranks that this rank shards with, and of those that
-            hold the same shards. "hybrid" shards over the ranks of a host, as torchrun tells them,
-            and replicates over hosts.
-        policy: which submodules become units of their own; see `composable.policies`. A model of
-            transformers names them itself: `policy=model`. Other parameters belong to `module`.
-        reshard_after_forward: None reshards after forward and gathers again in backward, except for
-            the units that backward needs first: the one that ran last, and the root. True reshards
-            all of them (ZeRO-3); False keeps parameters unsharded until backward is done (ZeRO-2);
-            a number reshards to shards over that many neighbouring ranks.
-        prefetch: how many units are gathered ahead, in forward and in backward, by the order of the
-            last forward. More hide slow gathers of small units, 0 takes the least memory.
+            group is fine. With a mesh of two dimensions, parameters are sharded over one and
+            replicated over the other (hybrid sharding). Dimension names that contain "replicate"
+            and "shard" decide which is which. Without names, the first dimension replicates. A pair
+            of process groups (shard, replicate) means the same: the first has the ranks that this
+            rank shards with, the second the ranks that hold the same shards. "hybrid" shards over
+            the ranks of a host, as torchrun reports them, and replicates over hosts.
+        policy: which submodules become their own units; see `composable.policies`. For a model of
+            transformers, `policy=model` uses the modules that the model names. All other parameters
+            belong to the unit of `module`.
+        reshard_after_forward: True reshards all units after forward, and gathers them again in
+            backward (ZeRO-3). None does the same, except for the units that backward needs first:
+            the unit that ran last, and the root. False keeps parameters unsharded until backward
+            ends (ZeRO-2). A number reshards to shards over that many neighbouring ranks.
+        prefetch: how many units are gathered ahead, in forward and in backward, in the order of the
+            last forward. A larger number hides slow gathers of small units. 0 takes the least
+            memory.
         mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name
-            ("bf16") to compute in. Parameters, gradients, optimizer state and what is saved keep
-            the dtype that the parameters have.
-        offload_policy: a `CPUOffloadPolicy`, composable's or torch's: shards, their gradients and
-            the optimizer's state rest in the host's memory. It has no effect on a mesh of CPUs,
-            which is logged.
-        shard_placement_fn: `fn(parameter) -> Shard | None`: which dimension is sharded; None stands
-            for dimension 0. It may return a pair, (`Shard` or None, `DeviceMesh`), or torch's
-            `ShardPlacementResult`: the parameter is on that mesh then, and the rest of the unit on
-            `mesh`. Without such a function dimension 0 is sharded, except where that leaves ranks
-            empty and costs a mebibyte or more, as of experts that are stacked in one parameter and
-            are fewer than ranks: these are sharded along the first dimension that leaves least.
-        grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides
-            it by their number, "sum" leaves it, a positive number divides it by that number.
-        ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave
-            alone. Parameters that lie elsewhere may be among them: one set may go to every call.
+            ("bf16") to compute in. Parameters, gradients, optimizer state and checkpoints keep the
+            dtype that the parameters have.
+        offload_policy: a `CPUOffloadPolicy`, composable's or torch's, keeps shards, their gradients
+            and the optimizer's state in the host's memory. On a mesh of CPUs it has no effect, and
+            a log message says so.
+        shard_placement_fn: `fn(parameter) -> Shard | None` returns the dimension to shard. None
+            stands for dimension 0. The function may also return a pair, (`Shard` or None,
+            `DeviceMesh`), or torch's `ShardPlacementResult`. Then the parameter is sharded over
+            that mesh, and the rest of the unit over `mesh`. Without a function, dimension 0 is
+            sharded. This may leave ranks empty, for example if experts are stacked in one parameter
+            and there are fewer experts than ranks. If the padding then takes a mebibyte or more,
+            the parameter is sharded along the first dimension that needs the least padding.
+        grad_reduce: how to scale the sum of gradients over all ranks of the mesh. "mean" divides it
+            by the number of ranks, "sum" keeps it, and a positive number divides it by that number.
+        ignored_params: parameters to leave alone. Modules, FQNs and globs stand for their
+            parameters. Parameters outside of `module` are allowed, so you can pass one set to every
+            call.
         sync_module_states: "check" compares names, shapes, dtypes and values of parameters and
-            buffers across ranks and names the first difference; "broadcast" copies rank 0's values,
-            also to ranks that built the module on the meta device; "off" compares no values.
-        dp_mesh_dims: torch's `DataParallelMeshDims(shard=..., replicate=...)`, or any object with
-            these attributes: which dimensions of `mesh` are data parallel, by name. A tuple of
-            names is flattened to one dimension. Other dimensions are left alone: parameters are
-            `DTensor`s over them, or plain ones of which each part of the ranks trains a copy.
+            buffers across ranks, and raises an error that names the first difference. "broadcast"
+            copies rank 0's values, also to ranks that built the module on the meta device. "off"
+            compares no values.
+        dp_mesh_dims: the names of the data-parallel dimensions of `mesh`, as torch's
+            `DataParallelMeshDims(shard=..., replicate=...)` or any object with these attributes. A
+            tuple of names is flattened to one dimension. The other dimensions are left alone. Over
+            them, a parameter is a `DTensor`, or a plain tensor of which each group of ranks trains
+            its own copy.
 
     Returns:
         `module`.
 
     Raises:
-        AnnotationError: the module is annotated already, inside an annotated one, replicated, or
-            has no forward; a keyword is unknown; a name in ignored_params matches nothing; a
-            parameter would belong to two units.
-        MeshError: the mesh has more than two dimensions, or two that do not say what they are for;
-            it lists ranks in another order than process groups do, or does not hold this rank;
-            `shard_placement_fn` returns a mesh of other ranks; `dp_mesh_dims` names no dimension of
-            it; hosts have different numbers of ranks.
-        RanksDisagreeError: the ranks do not hold the same module, or another rank refused its
-            arguments.
+        AnnotationError: the module is already annotated or replicated, is inside an annotated
+            module, or has no forward; a keyword is unknown; a name in ignored_params matches
+            nothing; a parameter would belong to two units.
+        MeshError: the mesh has more than two dimensions, or two whose names do not say which one
+            shards; the mesh lists ranks in another order than process groups do, or does not
+            contain this rank; `shard_placement_fn` returns a mesh of other ranks; `dp_mesh_dims`
+            names no dimension of the mesh; hosts have different numbers of ranks.
+        RanksDisagreeError: the ranks do not hold the same module, or another rank raised an error
+            for its arguments.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

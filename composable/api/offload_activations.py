@@ -38,31 +38,33 @@ def offload_activations(
 ) -> Target:
     """Keep the tensors that `module` saves for backward in the host's memory, in place.
 
-    They are there until backward needs them. Each tensor is copied to the host while forward goes
-    on, and copied back ahead of its use in backward, in the order in which backward reads. Shapes,
-    dtypes, strides and values are the same, bit for bit; storages that several tensors share are
-    copied once. Parameters, their views, buffers and tensors that are not plain and strided stay on
-    the device. Forwards without gradients copy nothing. On a CPU nothing is copied, and `describe`
-    says so. With a policy only the modules that it picks are annotated, not `module`.
+    The tensors stay there until backward needs them. The library copies each tensor to the host
+    while forward continues. It copies the tensor back before backward uses it, in the order in
+    which backward reads. Shapes, dtypes, strides and values stay the same, bit for bit. A storage
+    that several tensors share is copied once. Parameters, their views, buffers, and tensors that
+    are not plain and strided stay on the device. Forwards without gradients copy nothing. On a CPU
+    nothing is copied, and `describe` says so. With a policy, only the modules that it selects are
+    annotated, not `module`.
 
-    With `checkpoint` on the same module, in either order of the calls, or inside of it, activations
-    are recomputed, and the inputs of what is recomputed are on the host. Inside a checkpointed
-    module, activations are on the host, and what is around them is recomputed.
+    You can combine it with `checkpoint`. If `checkpoint` is on the same module (called before or
+    after) or on modules inside it, activations are recomputed, and the inputs of the recomputed
+    modules are on the host. If `offload_activations` is inside a checkpointed module, its
+    activations are on the host, and the rest of the checkpointed module is recomputed.
 
     Args:
-        module: a module, or a list of modules, each offloaded by itself.
+        module: a module, or a list of modules that are offloaded separately.
         policy: which submodules to offload; see `composable.policies`.
-        min_bytes: tensors that take less, in bytes, stay on the device.
-        pin_memory: use pinned memory of the host. Without it every copy to the host makes the host
-            wait.
+        min_bytes: tensors with fewer bytes stay on the device.
+        pin_memory: use pinned memory of the host. Without it, the host waits for every copy to the
+            host.
 
     Returns:
         `module`.
 
     Raises:
-        AnnotationError: the module is offloaded already or has no forward, a keyword is unknown, or
-            `min_bytes` is no number of bytes.
-        SavedTensorError: by backward, when something was written to that forward had saved.
+        AnnotationError: the module is already offloaded or has no forward, a keyword is unknown, or
+            `min_bytes` is not a number of bytes.
+        SavedTensorError: in backward, if the program wrote to a tensor that forward had saved.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())

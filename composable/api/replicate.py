@@ -68,49 +68,50 @@ def replicate(
 ) -> Target:
     """Keep a copy of `module` on every rank and average the gradients during backward, in place.
 
-    Parameters stay plain tensors, unless an annotation on this module or above covers sharded
-    modules, too: then they rest as DTensors, so that one optimizer can hold all. Modules below that
-    `fully_shard` annotated are left alone. Parameters that some or all ranks do not use need no
-    flag: one that no rank used keeps `grad=None`.
+    Parameters stay plain tensors, with one exception. If an annotation on this module or on a
+    module around it also covers sharded modules, parameters are DTensors at rest, so that one
+    optimizer can hold all parameters. `replicate` leaves modules alone that `fully_shard` has
+    annotated. Parameters that some or all ranks do not use need no flag. A parameter that no rank
+    used keeps `grad=None`.
 
     Args:
         module: a module, or a list of modules that form one unit.
         mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a
             process group is fine.
-        policy: which submodules get buckets of their own; other parameters belong to `module`.
-        bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB (accelerators: 25
-            MiB) and more travel alone.
-        gradient_as_bucket_view: gradients live in their buckets from step to step, in memory that
-            the optimizer finds where it was: faster, for the memory of the gradients between steps.
-            A gradient that is kept beyond a step is written to by the next one. Without effect with
-            mixed precision, next to shards, and for one rank.
+        policy: which submodules get their own buckets. All other parameters belong to `module`.
+        bucket_cap_mb: MiB of small gradients that are reduced together. Gradients of 1 MiB
+            (accelerators: 25 MiB) and more are reduced alone.
+        gradient_as_bucket_view: keep gradients in their buckets from step to step, at the same
+            addresses. This is faster, but holds the memory of the gradients between steps. If you
+            keep a gradient beyond a step, the next step overwrites it. It has no effect with mixed
+            precision, next to shards, and for one rank.
         mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name
-            ("bf16") to compute in. Parameters, gradients, optimizer state and what is saved keep
-            the dtype that the parameters have.
-        grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides
-            it by their number, "sum" leaves it, a positive number divides it by that number.
-        ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave
-            alone. Parameters that lie elsewhere may be among them: one set may go to every call.
-            Names of buffers, too: each rank keeps its own.
+            ("bf16") to compute in. Parameters, gradients, optimizer state and checkpoints keep the
+            dtype that the parameters have.
+        grad_reduce: how to scale the sum of gradients over all ranks of the mesh. "mean" divides it
+            by the number of ranks, "sum" keeps it, and a positive number divides it by that number.
+        ignored_params: parameters to leave alone. Modules, FQNs and globs stand for their
+            parameters. Parameters outside of `module` are allowed, so you can pass one set to every
+            call. Names of buffers are allowed, too: each rank keeps its own values of these.
         sync_module_states: "broadcast" copies rank 0's parameters and buffers, also to ranks that
-            built the module on the meta device; "check" compares them; "off" compares no values.
-        broadcast_buffers: buffers follow rank 0 before every training forward of the root; False
-            leaves them to each rank, and a policy may say so for some modules.
+            built the module on the meta device. "check" compares them. "off" compares no values.
+        broadcast_buffers: copy rank 0's buffers before every training forward of the root. With
+            False, each rank keeps its own. A policy may set this for some modules.
         offload_policy: None, or torch's `OffloadPolicy()`, which offloads nothing.
-        dp_mesh_dims: torch's `DataParallelMeshDims(replicate=...)`, or any object with these
-            attributes: the dimension of `mesh` to replicate over, by name. A tuple of names is
-            flattened to one dimension.
+        dp_mesh_dims: the name of the dimension of `mesh` to replicate over, as torch's
+            `DataParallelMeshDims(replicate=...)` or any object with these attributes. A tuple of
+            names is flattened to one dimension.
 
     Returns:
         `module`.
 
     Raises:
-        AnnotationError: the module is annotated already, sharded, or has no forward; a keyword is
+        AnnotationError: the module is already annotated or sharded, or has no forward; a keyword is
             unknown.
-        MeshError: the mesh has several dimensions or does not hold this rank; `dp_mesh_dims` names
-            no dimension of it.
-        RanksDisagreeError: the ranks do not hold the same module, or another rank refused its
-            arguments.
+        MeshError: the mesh has several dimensions or does not contain this rank; `dp_mesh_dims`
+            names no dimension of the mesh.
+        RanksDisagreeError: the ranks do not hold the same module, or another rank raised an error
+            for its arguments.
 
     Example:
         >>> model = nn.Linear(4, 4)

@@ -100,13 +100,13 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     """All-gather the parameters of every unit in `module`.
 
     Until `reshard(module)`, modules hold whole plain parameters. A forward with gradients, or a
-    backward, in between uses these parameters, and reshards them as usual; forwards without
-    gradients keep them. All ranks call this together. What is written to unsharded parameters is
-    lost when they are resharded; edit them inside `summon_full_params(module)`.
+    backward, uses these parameters, and reshards them as usual. Forwards without gradients keep
+    them unsharded. All ranks call this together. Resharding discards writes to unsharded
+    parameters; to edit parameters, use `summon_full_params(module)`.
 
     Args:
         module: an annotated module, or one that contains some.
-        async_op: return at once; `wait()` on the result, or the forward, waits.
+        async_op: return at once. `wait()` of the result, or the next forward, waits for the gather.
         recurse: False stands for the unit of `module` alone, which must be annotated itself.
 
     Raises:
@@ -137,9 +137,9 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
 @untraced
 @checked
 def reshard(module: nn.Module, *, recurse: bool = True) -> None:
-    """Free the unsharded parameters of every unit in `module` now, also those that are kept.
+    """Free the unsharded parameters of every unit in `module` now, including those that are kept.
 
-    The next use gathers them anew.
+    The next use gathers them again.
 
     Args:
         module: an annotated module, or one that contains some.
@@ -173,19 +173,20 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
 def keep_unsharded(module: nn.Module) -> Iterator[None]:
     """Unshard every unit in `module` now, and reshard none before the scope ends.
 
-    This is for generation and evaluation. All ranks open the scope together. Inside, modules hold
-    whole plain parameters: any module may be called, annotated or not, and `model.head.weight` may
-    be read, as often as each rank likes, since nothing needs to be gathered. From a forward with
-    gradients on, and if some parameter has a gradient when the scope is opened, modules hold their
-    whole parameters in forwards of their units only, because `zero_grad` and clipping look for
-    gradients at the sharded ones.
+    Use this for generation and evaluation. All ranks open the scope together. Inside the scope,
+    modules hold whole plain parameters, and nothing needs to be gathered. Each rank may call any
+    module, annotated or not, and read `model.head.weight`, as often as it likes.
 
-    Parameters that an optimizer, an average, `summon_full_params`, `EMA.swap` or a loaded state
-    dict changes inside the scope are gathered again at once, and modules go on holding whole ones.
-    Those that an operator changes are gathered again as their units are called. Writes that may be
-    one rank's alone (to a local tensor, `parameter.data`, NumPy) are not followed: call
-    `reshard(module)` after them, on every rank. What is written to whole parameters is lost when
-    they are resharded; edit them inside `summon_full_params(module)`.
+    There is one limit. After a forward with gradients, or if a parameter has a gradient when the
+    scope opens, modules hold whole parameters only in forwards of their units. `zero_grad` and
+    clipping look for gradients on the sharded parameters.
+
+    If an optimizer, an average, `summon_full_params`, `EMA.swap` or a loaded state dict changes
+    parameters inside the scope, the library gathers them again at once, and modules still hold
+    whole parameters. If an operator changes them, they are gathered again when their unit is
+    called. The library does not follow writes that only one rank may have made (to a local tensor,
+    `parameter.data`, NumPy). Call `reshard(module)` after them, on every rank. Resharding discards
+    writes to whole parameters; to edit them, use `summon_full_params(module)`.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
@@ -228,7 +229,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     Args:
         module: an annotated module.
-        name: of the method, e.g. "generate": of its class, or set on the module.
+        name: the name of the method, e.g. "generate". The method is one of the module's class, or
+            is set on the module.
 
     Raises:
         NotAnnotatedError: the module is not annotated, or has no such method.
@@ -284,10 +286,10 @@ def _call_as_forward(
 def reset(module: nn.Module) -> None:
     """Give up a step that failed on all ranks.
 
-    Parameters are sharded again, and gradients that were not reduced are dropped. The next forward
-    does this by itself. Call it to free memory in an `except` block. All ranks call it together,
-    after the same forwards and backwards: it waits for collectives that were launched. It cannot
-    help one rank that goes on alone.
+    It shards the parameters again, and drops gradients that were not reduced. The next forward does
+    the same by itself. Call it to free memory in an `except` block. It waits for the collectives
+    that were launched, so all ranks call it together, after the same forwards and backwards. It
+    does not help if one rank continues alone.
 
     Args:
         module: an annotated module, or one that contains some.

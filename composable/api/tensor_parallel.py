@@ -154,25 +154,27 @@ def _whole_shape(verb: str, managed: Managed[nn.Parameter], device: torch.device
 def declare_part(
     parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
-    """Say that a plain parameter is this rank's part of a whole, as in a Megatron-like model.
+    """Declare that a plain parameter is this rank's part of a whole, as in a Megatron-like model.
 
-    `fully_shard` over other dimensions of the same mesh then shards what each rank has, and modules
-    compute with plain tensors as before. At rest the parameter is a `DTensor` that knows the whole:
-    state dicts, `torch.distributed.checkpoint`, `full_state_dict`, `export` and `clip_grad_norm_`
-    are right without more. Where a gradient is to be summed over `mesh`, the model does that.
+    `fully_shard` over other dimensions of the same mesh then shards each rank's part. Modules
+    compute with plain tensors as before. At rest, the parameter is a `DTensor` with the shape of
+    the whole. State dicts, `torch.distributed.checkpoint`, `full_state_dict`, `export` and
+    `clip_grad_norm_` need nothing more. If a gradient must be summed over `mesh`, the model does
+    this.
 
     Args:
-        parameter: of this rank. Declared before `fully_shard`.
+        parameter: a parameter of this rank. Declare it before `fully_shard`.
         mesh: the ranks that have the parts, such as `mesh["tp"]`.
-        placements: one per dimension of `mesh`: `Shard(dim)` for a part, cut as `torch.chunk` does,
-            and `Replicate()` for a parameter that all of its ranks hold alike.
+        placements: one per dimension of `mesh`. `Shard(dim)` stands for a part, as `torch.chunk`
+            makes it. `Replicate()` stands for a parameter that is the same on all ranks of the
+            dimension.
 
     Returns:
         `parameter`.
 
     Raises:
-        AnnotationError: it is no plain parameter, the mesh does not hold this rank, or the
-            placements do not fit.
+        AnnotationError: `parameter` is not a plain parameter, the mesh does not contain this rank,
+            or the placements do not fit.
 
     Example:
         >>> column = nn.Parameter(torch.empty(4 // tp.size(), 2))

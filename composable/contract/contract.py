@@ -233,8 +233,8 @@ def records_of(module: nn.Module) -> Mapping[str, Annotation]:
 def registry(module: nn.Module) -> Mapping[str, Annotation]:
     """Return the annotations of `module` by the verb's name, in the order of the calls.
 
-    The mapping is empty if there are none. It is read-only. A verb that is running is not in it
-    yet.
+    The mapping is read-only. It is empty if there are no annotations. It does not yet contain a
+    verb that is running.
 
     Example::
 
@@ -285,12 +285,12 @@ def _snapshot(roots: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 def on_undo(callback: Callback) -> Callback:
-    """Inside a verb: have `callback` called if the verb fails later on, or when it is removed.
+    """Inside a verb: register `callback` for when the verb fails later, or is removed.
 
     Callbacks run in reverse order. Returns `callback`.
 
     Args:
-        callback: undoes one thing that the verb has done. Called without arguments.
+        callback: a function without arguments that undoes one change of the verb.
 
     Raises:
         AnnotationError: no verb is running.
@@ -327,12 +327,12 @@ def drop_attribute(module: nn.Module, name: str) -> None:
 
 @checked
 def remove(module: Target, annotation: Verb[..., Any] | str | None = None) -> Target:
-    """Undo annotations: what the verbs did is undone, their hooks and records are gone.
+    """Undo annotations: revert what the verbs did, and delete their hooks and records.
 
-    Without a verb, all annotations of `module` and of the modules below are removed. With one, its
-    annotation of `module` is removed, and those that the verb made on submodules, as with a policy.
-    Of modules that were annotated as one, any may be given. If a part of the undoing raises, the
-    rest is done nevertheless.
+    Without a verb, this removes all annotations of `module` and of the modules below. With a verb,
+    it removes the verb's annotation of `module`, and those that the same call made on submodules,
+    for example by a policy. If several modules were annotated as one unit, pass any of them. If a
+    part of the removal raises, the other parts still run.
 
     Args:
         module: the annotated module, or list of modules.
@@ -344,8 +344,8 @@ def remove(module: Target, annotation: Verb[..., Any] | str | None = None) -> Ta
     Raises:
         NotAnnotatedError: `module` has no such annotation, or neither it nor a module below has
             any.
-        AnnotationError: a verb is running, or `module` is a copy whose record cannot be undone (see
-            `Annotation`).
+        AnnotationError: a verb is running, or `module` is a copy whose annotation cannot be removed
+            (see `Annotation`).
 
     Example::
 
@@ -415,22 +415,21 @@ def contract(
     Calls of the verb are recorded and can be removed.
 
     A verb can be applied once per module. It must keep the names and the order of parameters,
-    buffers and modules. If it raises, the modules are as before, and the caller gets the exception.
+    buffers and modules. If it raises, the modules are restored, and the caller gets the exception.
     The idea of a contract with a state per module is from `torch.distributed._composable.contract`.
 
     Args:
         state_cls: called without arguments for every call of the verb; `verb.state(module)` returns
             the result, already while the function runs. Default: `types.SimpleNamespace`. It is
             copied and pickled with the module.
-        before_removal: `remove` calls it first, with the states of the annotation and of those
-            nested in it that were made with the same function. It may raise, and nothing is changed
-            then.
-        clashes: names of verbs that cannot be on the same module, perhaps with a sentence that says
-            what to do instead.
-        equivalents: keywords of other libraries and what to write instead: a keyword such as
+        before_removal: `remove` calls this function first, with the states of the annotation, and
+            of nested annotations that have the same function. If it raises, nothing changes.
+        clashes: names of verbs that cannot be on the same module; a mapping also has a sentence
+            that says what to do instead.
+        equivalents: maps keywords of other libraries to what to write instead: a keyword such as
             `policy=`, or a sentence.
-        only_submodules_with: a keyword with which the verb annotates submodules only, and leaves no
-            record on its argument.
+        only_submodules_with: a keyword. If it is passed, the verb annotates only submodules, and
+            leaves no record on its argument.
 
     Raises:
         AlreadyAnnotatedError: by the verb, if the module has this annotation.

@@ -55,9 +55,9 @@ class Installation:
         exchange_in_modules(modules_with(by_id), by_id)
 
     def remove(self) -> None:
-        """Put torch's objects back, also in modules that were imported in the meantime.
+        """Restore torch's objects, also in modules that were imported in the meantime.
 
-        May be called again. Modules that are annotated stay so.
+        You may call it again. Annotated modules stay annotated.
         """
         global _installed
         if self._is_installed:
@@ -85,22 +85,22 @@ _installed: Installation | None = None
 def install(*, cpu: bool = False) -> Installation:
     """Put composable in the place of FSDP2 for all that this process imports and has imported.
 
-    `fully_shard`, `FSDPModule`, `register_fsdp_forward_method` and `share_comm_ctx` of
-    `torch.distributed.fsdp` are replaced by those of this package, in torch's modules and in every
-    imported module that has one of torch's objects as an attribute, under whatever name. One line
-    on stderr, on rank 0, says in which. Policies and handles are torch's own classes. FSDP2's own
-    code is not changed. Called again, it replaces what was imported in between, and returns the
-    same handle: a script and a library that it uses may both call it.
+    It replaces `fully_shard`, `FSDPModule`, `register_fsdp_forward_method` and `share_comm_ctx` of
+    `torch.distributed.fsdp` by those of this package. It does so in torch's modules, and in every
+    imported module that has one of torch's objects as an attribute, under any name. Rank 0 prints
+    one line on stderr that names these modules. Policies and handles stay torch's own classes, and
+    FSDP2's own code does not change. If you call it again, it replaces what was imported in
+    between, and returns the same handle. So a script and a library that it uses may both call it.
 
     Args:
-        cpu: let accelerate, and trainers that prepare by it, shard on CPUs, where they offer no
-            FSDP by themselves. For trying a script.
+        cpu: let accelerate, and trainers that use it, shard on CPUs, for which they offer no FSDP.
+            Use this to try a script.
 
     Returns:
         A handle whose `remove()` puts torch's objects back.
 
     Raises:
-        ClashError: torch's FSDP2 has sharded modules of this process; nothing is replaced.
+        ClashError: torch's FSDP2 has already sharded modules of this process. Nothing is replaced.
 
     Example:
         >>> from composable.fsdp2 import install

@@ -185,13 +185,14 @@ class _AsksRegistry(type):
 class FSDPModule(metaclass=_AsksRegistry):
     """Answer for `torch.distributed.fsdp.FSDPModule`, over modules annotated by composable.
 
-    `isinstance(module, FSDPModule)` is True for each module that was an argument of `fully_shard`,
-    of this package or composable's own, or of `replicate`, also for the members of a list; it is
-    False for modules below. The class of the module does not change. Its methods are attributes of
-    the module, unless the module's class, or the module, has an attribute of that name already:
-    then `FSDPModule.unshard(module)` calls ours. Every method of torch's class is here: it does
-    what it does there; or it has no effect, where it is for speed only; or it raises
-    `UnsupportedError`.
+    `isinstance(module, FSDPModule)` is True for each module that was passed to `fully_shard` (of
+    this package or composable's own) or to `replicate`, alone or in a list. It is False for modules
+    below. The class of the module does not change. The methods are attributes of the module. If the
+    module or its class already has an attribute of that name, call the method as
+    `FSDPModule.unshard(module)`.
+
+    Every method of torch's class exists here. It does the same as in torch, or it has no effect if
+    it only affects speed, or it raises `UnsupportedError`.
 
     Raises:
         NotAnnotatedError: by each method, if the module is not annotated itself.
@@ -212,7 +213,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         """All-gather the parameters of this module's unit, and of no unit below it.
 
         Args:
-            async_op: return a handle at once; its `wait()`, or the forward, waits.
+            async_op: return a handle at once. Its `wait()`, or the next forward, waits.
         """
         pending = scopes.unshard(self, async_op=bool(async_op), recurse=False)
         return _Handle(pending.wait) if async_op else None
@@ -230,9 +231,9 @@ class FSDPModule(metaclass=_AsksRegistry):
         """Decide whether parameters are freed after forward, from the next forward on.
 
         Args:
-            reshard_after_forward: True or False. A number needs other groups of ranks, and can be
-                given to `fully_shard` only.
-            recurse: also of the units below.
+            reshard_after_forward: True or False. A number needs other groups of ranks, so only
+                `fully_shard` accepts it.
+            recurse: also for the units below.
 
         Raises:
             ArgumentError: `reshard_after_forward` is no bool.
@@ -247,10 +248,10 @@ class FSDPModule(metaclass=_AsksRegistry):
     ) -> None:
         """Decide whether parameters are freed after backward.
 
-        Parameters that are kept after backward are kept after forward, too: FSDP2 frees them there.
-        They are gathered again when an optimizer has changed them: FSDP2 computes with the old
-        ones. True frees them at the end of the next backward or reduction: the last micro-batch of
-        an accumulation still uses them.
+        If parameters are kept after backward, they are kept after forward, too. FSDP2 frees them
+        after forward. After an optimizer has changed them, they are gathered again. FSDP2 computes
+        with the old ones. True frees them at the end of the next backward or reduction, so the last
+        micro-batch of an accumulation still uses them.
 
         Args:
             reshard_after_backward: whether to free them.
@@ -275,8 +276,8 @@ class FSDPModule(metaclass=_AsksRegistry):
     ) -> None:
         """Decide whether backwards reduce gradients, or accumulate them on this rank.
 
-        The setting counts when backward runs. True also ends what `set_requires_all_reduce(False)`
-        began. An exception does not reset it. `composable.no_sync` is the same as a scope.
+        Backward reads the setting. True also ends the effect of `set_requires_all_reduce(False)`.
+        An exception does not reset the setting. `composable.no_sync` does the same as a scope.
 
         Args:
             requires_gradient_sync: whether to reduce.
@@ -294,8 +295,8 @@ class FSDPModule(metaclass=_AsksRegistry):
     def set_requires_all_reduce(self, requires_all_reduce: Flag, *, recurse: Flag = True) -> None:
         """Decide whether backwards of hybrid sharding reduce over the replicas, too.
 
-        Without it they reduce over the ranks that shard together, and accumulate the result. On
-        a mesh of one dimension it has no effect.
+        With False, they reduce over the ranks that shard together, and accumulate the result. On a
+        mesh of one dimension it has no effect.
 
         Args:
             requires_all_reduce: whether to reduce over the replicas.
@@ -313,14 +314,14 @@ class FSDPModule(metaclass=_AsksRegistry):
 
         Raises:
             ArgumentError: `factor` is not positive.
-            PhaseError: in the middle of a step. FSDP2 takes it there.
+            PhaseError: in the middle of a step. FSDP2 accepts this.
         """
         unit = _unit("set_gradient_divide_factor", self)
         unit.set_divisor(float(factor))
 
     @checked
     def set_reduce_scatter_divide_factor(self, factor: PositiveFloat) -> None:
-        """Do as `set_gradient_divide_factor`, which has taken its place.
+        """Do the same as `set_gradient_divide_factor`, which replaces this method.
 
         Args:
             factor: a positive number.
@@ -353,8 +354,8 @@ class FSDPModule(metaclass=_AsksRegistry):
                 backward or optimizer step, puts the gradients on the parameters.
 
         Raises:
-            PhaseError: inside of a forward or backward; or some units are to be reduced, and others
-                are not.
+            PhaseError: inside of a forward or backward; or some units would be reduced, and others
+                not.
         """
         units = _units("finalize_backward", self, recurse=True)
         waits = [not (held := _reductions.get(unit, _Reduction())).sync or not held.all_reduce
@@ -441,7 +442,8 @@ class FSDPModule(metaclass=_AsksRegistry):
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter the gradients of this module's unit by `comm`, in its memory.
 
-        As `set_custom_all_gather`. It is asked for sums, which are divided afterwards.
+        As for `set_custom_all_gather`. The library requests sums from `comm`, and divides them
+        afterwards.
 
         Args:
             comm: torch's `ReduceScatter`: `allocate` returns the input and the output, and `comm`
@@ -466,8 +468,8 @@ class FSDPModule(metaclass=_AsksRegistry):
         Raises:
             MeshError: the process group's backend has no symmetric memory.
             PhaseError: in the middle of a step.
-            UnsupportedError: the unit has communication of the user's, or another backend is asked
-                for, or parameters of the unit are on meshes of their own.
+            UnsupportedError: the unit has custom communication, `backend` is another one, or
+                parameters of the unit are on their own meshes.
         """
         name = "set_symm_mem_for_comm"
         unit = _unit_on_one_mesh(name, self)

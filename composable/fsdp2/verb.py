@@ -42,25 +42,27 @@ def fully_shard(
 ) -> Target:
     """Shard a module as `composable.fully_shard` does, called as torch's `fully_shard` is.
 
-    Defaults are torch's where they differ. Weights are not compared across ranks: each rank keeps
-    its part of what it has. Without a mesh, all ranks train on the accelerator, if there is one,
-    and a process that torchrun started makes its process group. The class of the module stays what
-    it is; see `FSDPModule`. Where torch keeps plain parameters registered after the forward of the
-    root, the sharded ones are registered here. Modules that ran before a module around them is
-    annotated are taken, where torch refuses the next forward.
+    If defaults differ, this function has torch's. It does not compare weights across ranks: each
+    rank keeps its part of its own weights. Without a mesh, all ranks train on the accelerator, if
+    there is one. If torchrun started the process and there is no process group, this function
+    creates it. The class of the module does not change; see `FSDPModule`. After the forward of the
+    root, sharded parameters are registered, while torch leaves plain ones. You may annotate a
+    module around modules that have already run; in torch, the next forward raises an error.
 
     Args:
         module: a module, or a list of modules that form one unit.
-        mesh: of one dimension, or of two for hybrid sharding over the second one.
+        mesh: a mesh of one dimension, or of two for hybrid sharding. With two, the second dimension
+            shards.
         reshard_after_forward: None reshards all units but the outermost one. True, False and a
             number are as for `composable.fully_shard`.
-        shard_placement_fn: `fn(parameter) -> Shard | ShardPlacementResult | None`. None, of it or
-            in place of it, stands for `Shard(0)`, as for torch, also where that leaves ranks empty.
+        shard_placement_fn: `fn(parameter) -> Shard | ShardPlacementResult | None`. If you pass
+            None, or the function returns None, the parameter gets `Shard(0)` as in torch, even if
+            this leaves ranks empty.
         mp_policy: torch's policy of dtypes.
         offload_policy: torch's policy of offload.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: which dimensions of `mesh` are data parallel, as for
-            `composable.fully_shard`; with none to shard over, `composable.replicate` does the rest.
+        dp_mesh_dims: which dimensions of `mesh` are data parallel, as for `composable.fully_shard`.
+            If it names no dimension to shard over, this function calls `composable.replicate`.
             Parameters may also be plain tensors.
 
     Returns:
@@ -154,7 +156,7 @@ fully_shard.state = state  # type: ignore[attr-defined]
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method other than forward run with gathered parameters, as forward does.
 
-    Does nothing on a module that is not annotated, as torch's.
+    On a module that is not annotated it does nothing, like torch's function.
 
     Args:
         module: any module.

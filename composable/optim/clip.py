@@ -70,32 +70,33 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients down, in place, if their norm is above `max_norm`.
 
-    The norm is that over all parameters and all ranks. Does what `torch.nn.utils.clip_grad_norm_`
-    would do to the model before it was annotated. torch's function works where all parameters are
-    DTensors of one mesh; this one takes any mix. All ranks call it together, with the same
-    parameters in the same order.
+    The norm covers all parameters and all ranks. The result is the same as that of
+    `torch.nn.utils.clip_grad_norm_` on the model before it was annotated. torch's function needs
+    parameters that are all DTensors of one mesh. This function accepts any mix. All ranks call it
+    together, with the same parameters in the same order.
 
-    Gradients that are plain tensors count once, since they are the same on all ranks. Gradients of
-    parameters that no unit manages (`ignored_params`) have to be averaged by the caller before.
-    Units on a part of the ranks of the model (experts) count once per part.
+    Gradients that are plain tensors count once, because they are the same on all ranks. If no unit
+    manages a parameter (`ignored_params`), average its gradient before you call this. Units on a
+    part of the model's ranks (experts) count once per part.
 
     Args:
         module: a module, a tensor, or an iterable of tensors.
         max_norm: the largest norm that gradients have afterwards.
         norm_type: the order of the norm: positive, or inf for the largest absolute value.
-        error_if_nonfinite: raise if the norm is infinite or NaN, on all ranks alike and before
-            anything is changed. The host then waits for an accelerator.
+        error_if_nonfinite: raise if the norm is infinite or NaN, on all ranks, before any gradient
+            changes. The host then waits for the accelerator.
         pp_group: the process group of a pipeline, whose ranks have different parameters. The norm
-            is that of all stages, and each of its ranks calls this function, also one without
+            then covers all stages. Every rank of the group calls this function, even if it has no
             parameters.
 
     Returns:
-        The norm before clipping, the same on all ranks: a plain tensor without dimensions, in
-        float64 if a parameter is, and in float32 otherwise, also for half precision.
+        The norm before clipping, as a plain tensor without dimensions. It is the same on all ranks.
+        Its dtype is float64 if a parameter is float64, and float32 otherwise, also for half
+        precision.
 
     Raises:
-        ClippingError: an argument cannot be used, a parameter is not the one that is trained, or a
-            gradient is not placed on the mesh like its parameter.
+        ClippingError: an argument is not valid, a parameter is not the one that the model trains,
+            or a gradient is not placed on the mesh like its parameter.
         NonFiniteError: the norm is not finite, and `error_if_nonfinite` is set.
 
     Example:

@@ -37,15 +37,15 @@ _stepped: Final[dict[OptimizerInBackward, None]] = {}
 class OptimizerInBackward(Optimizer):
     """What `apply_optimizer_in_backward` returns. Backward steps; `step()` finds nothing to do.
 
-    It is an optimizer of `torch.optim` for everything that reads it or sets its hyper-parameters:
-    schedulers, state dicts, `torch.distributed.checkpoint`.
+    Schedulers, state dicts and `torch.distributed.checkpoint` can use it like an optimizer of
+    `torch.optim`.
 
     Args:
-        stepper: an optimizer over the parameters; it is handed one of them at a time.
+        stepper: an optimizer over the parameters. It steps one parameter at a time.
 
     Attributes:
-        after_step: called at the end of each backward that has stepped any of the parameters; once,
-            if several have it.
+        after_step: called at the end of each backward that has stepped any of the parameters. If
+            several optimizers have the same function, it is called once.
 
     Example:
         >>> fully_shard(model, policy={Block})
@@ -111,7 +111,7 @@ class OptimizerInBackward(Optimizer):
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step parameters that have a gradient: after a backward, none.
+        """Step parameters that have a gradient. After a backward, none has one.
 
         Args:
             closure: refused, because its backward would step already.
@@ -131,7 +131,7 @@ class OptimizerInBackward(Optimizer):
         return None
 
     def remove(self) -> None:
-        """Let backward step nothing any more. State stays readable. May be called again."""
+        """Stop stepping in backward. The state stays readable. You may call this again."""
         _refuse_in_backward("remove()")
         for hook in self._hooks:
             hook.remove()
@@ -146,7 +146,7 @@ class OptimizerInBackward(Optimizer):
         self.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after the first one.
+        """Raise an error for a second group.
 
         Call `apply_optimizer_in_backward` again for other parameters.
 
@@ -255,29 +255,27 @@ def apply_optimizer_in_backward(
 ) -> OptimizerInBackward:
     """Let backward step parameters as soon as their gradients are reduced.
 
-    The gradients are freed at once. For parameters of `fully_shard`, of `replicate` and of neither,
-    in any mix. Call it after annotating, and again for parameters with other settings. Parameters
-    are what an optimizer that steps after backward makes of them, but there are never more
-    gradients than those of about one unit, or of a few buckets. Gradients are None when backward
-    has returned.
+    Each gradient is freed at once. Parameters of `fully_shard`, of `replicate` and of neither are
+    allowed, in any mix. Call this after you annotate, and again for parameters with other settings.
+    The parameters get the same values as with a step after backward, but at any time gradients
+    exist only for about one unit, or for a few buckets. When backward returns, gradients are None.
 
-    Under `no_sync` nothing is stepped before the backward that reduces. A backward that raises may
-    have stepped a part of the model, on each rank another one: load the last checkpoint before
-    going on. A `GradScaler` cannot be used.
+    Under `no_sync`, only the backward that reduces steps. If a backward raises, it may have stepped
+    a part of the model, and perhaps another part on each rank. Load the last checkpoint before you
+    continue. You cannot use a `GradScaler`.
 
     Args:
-        optimizer_class: of `torch.optim`, or your own if it steps each parameter by itself and
-            needs no closure.
-        params: parameters as they are registered, `model.parameters()`, or with their names.
-        optimizer_kwargs: arguments of the class.
+        optimizer_class: a class of `torch.optim`, or your own class if it steps each parameter
+            separately and needs no closure.
+        params: the registered parameters, such as `model.parameters()`, or pairs with their names.
+        optimizer_kwargs: keyword arguments of the class.
 
     Returns:
-        An optimizer to save, load and schedule: what it holds in `param_groups` counts in every
-        step.
+        An optimizer to save, load and schedule. Every step uses the values in its `param_groups`.
 
     Raises:
-        OptimizerError: a parameter is not registered any more, or is stepped in backward already;
-            the class steps all parameters together.
+        OptimizerError: a parameter is no longer registered, or backward already steps it; the class
+            steps all parameters together.
         PhaseError: called inside a backward.
 
     Example:

@@ -320,27 +320,28 @@ def step_on_shards(
 ) -> None:
     """Let an optimizer step the local shards of its parameters, with the same results.
 
-    A step on DTensors costs the host some 20 us for every operation on every parameter. An
-    element-wise optimizer's own code, unchanged, is handed plain local tensors instead. Users,
-    hooks, closures, schedulers, state dicts and gradient scalers see the parameters and their state
-    as DTensors, as before. Parameters that are not DTensors are stepped as they are.
+    A step on DTensors costs the host some 20 us for every operation on every parameter. This
+    function passes plain local tensors to the unchanged code of an element-wise optimizer. Your
+    code, hooks, closures, schedulers, state dicts and gradient scalers still see the parameters and
+    their state as DTensors. Parameters that are not DTensors are stepped as they are.
 
-    The optimizers listed below do so from their first step of sharded parameters;
-    `step_on_shards(optimizer, enabled=False)`, at any time, makes one step DTensors as torch does,
-    and its state stays where it is. Call it for an optimizer that is not listed, or to turn that on
-    again. Copies step as what they are of.
+    The optimizers listed below do so from their first step of sharded parameters. After
+    `step_on_shards(optimizer, enabled=False)`, which you can call at any time, the optimizer steps
+    DTensors as torch does, and keeps its state. Call `step_on_shards` for an optimizer that is not
+    listed, or to step local shards again. A copy of an optimizer steps like the original.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop or Rprop
             of `torch.optim`, in any implementation (`foreach`, `fused`, `capturable`), or a
             subclass that leaves `step` alone.
         enabled: False lets the optimizer step DTensors from now on.
-        elementwise: you vouch for an optimizer that is not on this list: it evaluates the closure
-            first, then reads `param_groups`, and updates each element from that element of the
-            parameter, of its gradient and of its state alone, and from numbers.
+        elementwise: you confirm that an optimizer that is not on this list steps element by
+            element. It evaluates the closure first, and then reads `param_groups`. It updates each
+            element only from that element of the parameter, of its gradient and of its state, and
+            from numbers.
 
     Raises:
-        OptimizerError: the optimizer does not step element by element, or is not known, or is
+        OptimizerError: the optimizer does not step element by element, is not known, or is
             `differentiable`.
 
     Example:

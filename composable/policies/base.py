@@ -18,7 +18,7 @@ Selection = dict[nn.Module, dict[str, Any]]
 class Policy(ABC):
     """A rule for which modules to annotate. The same policy works for every verb.
 
-    A policy of one's own derives from this and defines `select`.
+    To write your own policy, derive from this class and define `select`.
 
     Example::
 
@@ -37,11 +37,11 @@ class Policy(ABC):
             root: the module that the verb was called with; it is a candidate itself.
 
         Returns:
-            For each picked module, the keyword arguments in which its annotation differs from the
-            verb's call.
+            Maps each selected module to the keyword arguments that replace those of the verb's
+            call.
 
         Raises:
-            PolicyError: nothing is picked, or the policy does not fit the tree.
+            PolicyError: no module is selected, or the policy does not fit the tree.
         """
 
 

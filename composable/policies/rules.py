@@ -59,13 +59,13 @@ class CustomPolicy(Policy):
     """Every module for which a function says so.
 
     Args:
-        decide: takes a module; returns True to pick it, a dict to pick it with these keyword
-            overrides, False to leave it. It is called once for every module, in the order of
+        decide: takes a module. It returns True to select the module, a dict to select it with these
+            keyword overrides, or False. It is called once for every module, in the order of
             `.modules()`.
 
     Raises:
-        PolicyError: `decide` cannot be called with one argument; in `select`, when it returns
-            anything else.
+        PolicyError: `decide` cannot be called with one argument; in `select`, it returns anything
+            else.
 
     Example::
 
@@ -117,21 +117,22 @@ class CustomPolicy(Policy):
 class SizePolicy(Policy):
     """Modules that are large enough, from the bottom up.
 
-    A module is picked when the parameters at or below it that no module below it was picked for
-    have at least `min_num_params` elements. A parameter that is registered in several places counts
-    once, at the first. Containers without a forward (`ModuleList`, `ModuleDict`) are never picked;
-    what they hold counts for the module above.
+    The policy goes from the leaves to the root. It selects a module if its parameters, without
+    those of modules already selected below, have at least `min_num_params` elements. A parameter
+    that is registered in several places counts once, at the first place. Containers without a
+    forward (`ModuleList`, `ModuleDict`) are never selected. Their parameters count for the module
+    above.
 
     Args:
         min_num_params: elements, not bytes.
-        force_leaf: classes that are picked as a whole or not at all; what is below them is not
-            looked at. `MultiheadAttention` is one, since it reads the parameters of its `out_proj`
-            without calling it.
-        exclude: classes that are never picked themselves; what is below them is.
+        force_leaf: classes that are selected as a whole or not at all. The policy does not look
+            below them. `MultiheadAttention` is one of them, because it reads the parameters of its
+            `out_proj` without calling it.
+        exclude: classes that are never selected themselves. Modules below them may be selected.
 
     Raises:
-        ArgumentError: an argument that is not as described.
-        PolicyError: in `select`, when no module is large enough.
+        ArgumentError: an argument is not as described.
+        PolicyError: in `select`, no module is large enough.
 
     Example::
 
@@ -198,18 +199,18 @@ class SizePolicy(Policy):
 class NamePolicy(Policy):
     """Modules whose FQN matches a glob.
 
-    A `*`, `?` or `[...]` matches within one part of the name, as in paths: `blocks.*` is every
-    block, and not what is inside. `**` stands for any number of parts: `**.mlp` is every `mlp` at
-    any depth. The root's FQN is empty. A module that is registered in several places has several
-    FQNs, and any of them may match.
+    `*`, `?` and `[...]` match within one part of the name, as in paths: `blocks.*` matches every
+    block, but no module inside a block. `**` matches any number of parts: `**.mlp` matches every
+    `mlp` at any depth. The root's FQN is empty. A module that is registered in several places has
+    several FQNs, and any of them may match.
 
     Args:
-        patterns: from globs to the keyword overrides for what they match; True, None and `{}` mean
-            none. Where several globs match a module their overrides are merged, and of two for one
-            keyword the later glob's counts.
+        patterns: maps globs to keyword overrides for the modules that they match. True, None and
+            `{}` mean no overrides. If several globs match a module, their overrides are merged. For
+            the same keyword, the later glob wins.
 
     Raises:
-        PolicyError: an argument that is not as described; in `select`, when a glob matches nothing.
+        PolicyError: an argument is not as described; in `select`, a glob matches nothing.
 
     Example::
 
@@ -269,18 +270,20 @@ class NamePolicy(Policy):
 class ModelPolicy(Policy):
     """The modules that a model of transformers names as its units.
 
-    Its plan for FSDP2 is read (`_fsdp_plan`: names, with `*` for numbers), and where that names no
-    layers, the classes that it does not split (`_no_split_modules`). Where a model of transformers
-    leaves both empty, as many of speech do, the layers that repeat in a list are its units. What
-    the plan keeps in full
-    until backward, the last norm and the head, is left to the outermost unit, which does so. A
-    module whose parameters are also registered outside of it (tied embeddings) is left to it, too.
+    The policy reads the model's plan for FSDP2 (`_fsdp_plan`: names, with `*` for numbers). If the
+    plan names no layers, it reads the classes that transformers does not split
+    (`_no_split_modules`). If both are empty, as for many speech models, layers that repeat in a
+    list are the units.
+
+    Some modules stay in the outermost unit. These are the modules that the plan keeps unsharded
+    until backward (the last norm and the head), because the outermost unit does this, and modules
+    whose parameters are also registered elsewhere (tied embeddings).
 
     Args:
-        module: the model that says it. It may be inside of the one that is annotated.
+        module: the model that names its units. It may be inside the module that you annotate.
 
     Raises:
-        PolicyError: the model says nothing; in `select`, when nothing that it names is there.
+        PolicyError: the model names no units; in `select`, none of the named modules exists.
 
     Example::
 

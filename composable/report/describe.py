@@ -190,26 +190,25 @@ def describe(
 ) -> Description | ParameterDescription:
     """Describe the units of an annotated model, or its parameters, in order.
 
-    For each unit, say what it holds, and how it is distributed. For each parameter, say how it
-    rests and in which dtype, in what it is computed with and its gradient reduced, which rows are
-    on which ranks, whether it is trained, and whose unit it is.
+    A row of a unit shows what the unit holds, and how it is distributed. A row of a parameter shows
+    its form and dtype at rest, the dtypes of computation and of the reduction of its gradient,
+    which rows are on which ranks, whether it is trained, and its unit.
 
-    Parameters that are neither sharded nor replicated are of a unit named "(not annotated)", or
-    "(rest)" if units are described and other verbs were applied somewhere; those of
-    `ignored_params` of "(ignored)". As units they come last.
-    Verbs on modules that are no units are named below the table, and so are modules on which
-    `offload_activations` has no effect.
+    Parameters that are neither sharded nor replicated appear in a unit named "(not annotated)". If
+    the rows are units, and other verbs were applied somewhere, its name is "(rest)". Parameters of
+    `ignored_params` appear in "(ignored)". These units come last. Lines below the table name verbs
+    on modules that are not units, and modules on which `offload_activations` has no effect.
 
-    The result prints as a table, `rich.print` fits it to the terminal, and `to_dict()` returns
-    plain values. Nothing is sent, and nothing changes.
+    The result prints as a table. `rich.print` fits it to the terminal, and `to_dict()` returns
+    plain values. `describe` sends nothing and changes nothing.
 
     Args:
-        module: an annotated model, or any other one. It may be a part of a model, or what
-            `torch.compile` returned.
+        module: any model, annotated or not. It may be a part of a model, or the result of
+            `torch.compile`.
         by: what a row is: "unit" or "parameter".
 
     Raises:
-        ArgumentError: `by` is something else.
+        ArgumentError: `by` is neither "unit" nor "parameter".
 
     Example:
         >>> print(describe(fully_shard(model, policy={Block})))

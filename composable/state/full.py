@@ -45,7 +45,7 @@ class Streamed:
     """What `stream_full(since=)` has yielded, so that it can leave out what is unchanged.
 
     Args:
-        checksums: by FQN, of this rank's part of each tensor as it was yielded.
+        checksums: by FQN, the checksum of this rank's part of each tensor when it was yielded.
 
     Example:
         >>> seen = Streamed()
@@ -65,17 +65,17 @@ def stream_full(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time.
 
-    This is for weight sync and export. All ranks iterate together, to the end. A tensor is on the
-    device of its shards, and nothing keeps it once the next one is asked for, so that the memory
-    needed is that of the largest tensor. What every rank has whole is the model's own: do not write
-    to it.
+    Use this for weight sync and export. All ranks iterate together, to the end. A tensor is on the
+    device of its shards. The iterator drops it when you ask for the next one, so it needs the
+    memory of the largest tensor. If every rank holds a tensor whole, the iterator yields the
+    model's own: do not write to it.
 
     Args:
         module: an annotated module, or one that contains some.
         dtype: cast floating-point tensors to it.
-        since: a `Streamed()` that the caller keeps. Tensors are left out that are on every rank as
-            they were when they were last yielded with it. It keeps checksums of the shards, so that
-            writes of any kind are seen; all ranks find the same.
+        since: a `Streamed()` that the caller keeps. The iterator leaves out tensors that have not
+            changed on any rank since they were last yielded with it. It keeps checksums of the
+            shards, so it sees every kind of write, and all ranks yield the same tensors.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
@@ -240,13 +240,13 @@ def full_state_dict(
 
     Args:
         module: an annotated module, or one that contains some.
-        rank0_only: only the first rank of the model's mesh has it; the others get an empty dict,
-            and hold one tensor at a time meanwhile.
+        rank0_only: return the state dict only on the first rank of the model's mesh. The other
+            ranks get an empty dict, and hold one tensor at a time during the call.
         dtype: cast floating-point tensors to it.
 
     Returns:
-        Plain CPU tensors by the names that the un-annotated model has, and what else the state dict
-        holds. Loads into a plain model, and into one that is annotated in any way.
+        Plain CPU tensors under the names of the un-annotated model, and the other entries of the
+        state dict. It loads into a plain model, and into a model with any annotation.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
@@ -278,23 +278,24 @@ def export(
 ) -> None:
     """Write whole weights as Hugging Face safetensors.
 
-    These are one file, or several with an index, written by several ranks.
+    `export` writes one file, or several with an index. Several ranks write at once.
 
-    The folder appears under its name when everything is written; what is cut off in the middle
-    leaves `<folder>.partial`. All ranks call this together. A rank holds the files that it writes,
-    of 1 to 5 GiB, one after another, on the host.
+    The folder gets its name only when everything is written. If `export` is interrupted, it leaves
+    `<folder>.partial`. All ranks call this together. A rank holds one of its files at a time, of 1
+    to 5 GiB, on the host.
 
     Args:
-        module: an annotated module, or one that contains some. A `config` with `save_pretrained` is
-            written as well.
-        folder: on a file system that all ranks see; new or empty.
+        module: an annotated module, or one that contains some. If it has a `config` with
+            `save_pretrained`, this is written as well.
+        folder: a new or empty folder, on a file system that all ranks see.
         dtype: cast floating-point tensors to it.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward.
-        AnnotationError: a whole tensor is no plain one (4-bit weights), and `dtype` is not given.
-        FileExistsError: there is something in `folder`.
+        AnnotationError: a whole tensor is not a plain tensor (4-bit weights), and `dtype` is not
+            given.
+        FileExistsError: `folder` is not empty.
         ImportError: the package `safetensors` is not installed.
         RanksDisagreeError: another rank could not write, or has other tensors, or other values
             (experts that are plain tensors on meshes of their own: export them apart).

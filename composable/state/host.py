@@ -26,7 +26,7 @@ from composable.torch_private import can_take_data, dtensor_like, local_of
 
 
 class HostOffload:
-    """What `offload_to_host` returns: a model that rests on the host. A context manager, too.
+    """What `offload_to_host` returns: a handle of a model on the host, and a context manager.
 
     Args:
         module: whose buffers rest there.
@@ -51,8 +51,9 @@ class HostOffload:
     def restore(self) -> None:
         """Bring everything back to the device. All ranks call it.
 
-        The next step is that of a model that never left. May be called again, also if it raised,
-        as when the device was out of memory: it goes on with what is left.
+        The next step is the same as for a model that never left. You may call it again, also after
+        it raised, for example because the device was out of memory. It then continues with what is
+        still on the host.
         """
         if self._units:
             self._move(self._back)  # first: until all is here, some unit refuses to compute
@@ -139,26 +140,26 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
     """Let a model leave the device between two phases of training, for inference on that device.
 
     Shards, replicated parameters, reduced gradients, buffers and the optimizers' states go to
-    pinned host memory. Device memory is freed, also that which torch's allocator caches. All ranks
-    call it between two steps, and all of them restore it. Meanwhile forwards, optimizer steps
-    and the functions of this package refuse the model by name; parameters can be read and saved as
-    tensors of the host. On ranks that compute on the host nothing is copied. Parameters that no
-    unit manages (`ignored_params`), communication hooks' states, and what else holds a tensor of
-    the device stay there.
+    pinned host memory. Device memory is freed, including the cache of torch's allocator. All ranks
+    call this between two steps, and all of them restore the model. Until then, forwards, optimizer
+    steps and the functions of this package raise an error for the model. You can read and save its
+    parameters as tensors on the host. On ranks that compute on the host, nothing is copied.
+    Parameters that no unit manages (`ignored_params`), states of communication hooks, and other
+    objects that hold device tensors stay on the device.
 
     Args:
         module: an annotated module, or one that contains some.
-        optimizers: those of the model.
+        optimizers: the optimizers of the model.
 
     Returns:
-        A handle whose `restore()` brings everything back; as a context manager it does so at the
-        end of its body. The next step has the same bits as one of a model that never left; buckets
-        of `replicate` alone are put in order anew.
+        A handle whose `restore()` brings everything back. As a context manager, it does so at the
+        end of its body. The next step has the same bits as for a model that never left. Only the
+        buckets of `replicate` without shards are ordered again.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward, a backward or `summon_full_params`; gradients are
-            accumulated and not reduced; or the model is on the host already.
+            accumulated and not reduced; or the model is already on the host.
         AnnotationError: replicated parameters are on a device whose tensors torch cannot move in
             place.
 

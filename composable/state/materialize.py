@@ -41,37 +41,37 @@ def materialize(
 
     The result is one process's weights, sharded.
 
-    After `torch.manual_seed(seed)` on all ranks the weights are those of one process that runs,
-    after the same seed, `model.to_empty(device=...)` and `model.apply(init)`, bit by bit, whatever
-    the mesh and the policy. Above the shards no more than the parameters of the largest unit are
-    whole at a time. All ranks call this together, after the annotation.
+    Call `torch.manual_seed(seed)` on all ranks before. The weights then have the same bits as in
+    one process that sets the same seed and runs `model.to_empty(device=...)` and
+    `model.apply(init)`, for every mesh and policy. In addition to the shards, at most the
+    parameters of the largest unit are whole at a time. All ranks call this together, after they
+    annotate.
 
-    With a folder this is `load`, and initialisers run only for modules with something on the meta
-    device that the folder does not have, and for modules around them: buffers that are in no state
-    dict, and with `strict=False` parameters, as of a new head. Where these are random, set the
-    seed on all ranks before.
+    With a folder, this is `load`. Initialisers then run only for modules that have a tensor on the
+    meta device that the folder lacks, and for modules around them. Such tensors are buffers that
+    are in no state dict, and with `strict=False` parameters, such as those of a new head. If these
+    are random, set the seed on all ranks before.
 
     Args:
         module: an annotated module, or one that contains some. Modules without anything on the meta
             device, at any depth, are not initialised.
-        init: called with each module, children first, as by `model.apply`. None: `_init_weights` of
-            transformers' models, and else the module's own `reset_parameters`. An initialiser that
-            reads or writes the parameters of units below its module, as one for a whole model does,
-            has these whole at once, too.
+        init: called with each module, children first, as by `model.apply`. None: `_init_weights`
+            for models of transformers, and otherwise the module's own `reset_parameters`. If an
+            initialiser reads or writes the parameters of units below its module, as one for a whole
+            model does, these parameters are whole at the same time, too.
         folder: of safetensors, from which values come; see `load`.
-        dtype: the model is cast to it first; see `load`.
+        dtype: cast the model to it first; see `load`.
         strict: as for `load`; only with a folder.
         rename: as for `load`; only with a folder.
 
     Returns:
-        Names of the model that the folder has nothing for, which were initialised, and names in the
-        folder that were left out; empty if `strict`, and without a folder.
+        Names of the model that the folder lacks (they were initialised), and names of the folder
+        that were not used. Both are empty if `strict`, and without a folder.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
-        PhaseError: inside of a forward or backward; or an initialiser wrote to a parameter or
-            buffer of none of its calls, so that it would hold what was in memory before; they are
-            named.
+        PhaseError: inside of a forward or backward; or no initialiser wrote to a parameter or
+            buffer, which would then hold uninitialised memory; the error names them.
         ForeignParameterError: an initialiser tied parameters, or untied some.
         RanksDisagreeError: the random states of the ranks differ; or initialisers gave the ranks
             different values, because they draw from NumPy, `random` or a generator with another
@@ -79,8 +79,8 @@ def materialize(
         UnknownArgumentError: `strict` or `rename` without a folder.
         FileNotFoundError, StateError, ImportError: as of `load`.
 
-    After an error call it again, with the seed set again: everything that was on the meta device is
-    initialised anew.
+    After an error, set the seed again and call this again. It initialises everything that was on
+    the meta device anew.
 
     Example:
         >>> with torch.device("meta"):
@@ -108,37 +108,40 @@ def load(
 ) -> Loaded:
     """Read weights from a folder of Hugging Face safetensors into an annotated model.
 
-    Each rank reads its own part; nobody has the whole model. It is the inverse of `export`, and
-    reads what `save_pretrained` writes. All ranks call this together, outside of forward and
-    backward, and before optimizers are made if `dtype` is given or the model is on the meta device.
+    Each rank reads its own part, and no rank holds the whole model. `load` is the inverse of
+    `export`, and reads what `save_pretrained` writes. All ranks call it together, outside of
+    forward and backward. If you pass `dtype`, or the model is on the meta device, call it before
+    you create optimizers.
 
-    What is on the meta device gets memory. Buffers that are in no state dict, and with
-    `strict=False` what the folder does not have, are initialised there, as by `materialize`.
+    `load` allocates memory for tensors on the meta device. Of these, it initialises, as
+    `materialize` does, buffers that are in no state dict, and with `strict=False` also parameters
+    that the folder lacks.
 
     Args:
         module: an annotated module, or one that contains some.
-        folder: with `model.safetensors`, or an index and its files, or any files of safetensors;
-            or such a file. Every rank must see it.
-        dtype: parameters and buffers of floating-point numbers are cast to it first, as
-            `from_pretrained` does: not buffers that are in no state dict, and not what a model of
-            transformers keeps in float32. None: values are cast to the dtypes that the model has.
-        strict: refuse a folder whose names are not those of the model. Of tied tensors one name is
-            enough.
-        rename: what a tensor of the folder is called in the model. None: for a model of
-            transformers what `from_pretrained` does, experts that it stacks included; else the
-            names as they are.
+        folder: a folder with `model.safetensors`, with an index and its files, or with any
+            safetensors files; or one such file. Every rank must see it.
+        dtype: cast floating-point parameters and buffers of the model to it first, as
+            `from_pretrained` does. It does not cast buffers that are in no state dict, or tensors
+            that a model of transformers keeps in float32. None: cast the values of the folder to
+            the dtypes of the model.
+        strict: raise an error if the names in the folder are not those of the model. For tied
+            tensors, one name is enough.
+        rename: maps the name of a tensor in the folder to its name in the model. None: for a model
+            of transformers, rename and stack experts as `from_pretrained` does; otherwise keep the
+            names.
 
     Returns:
-        Names that were missing and unexpected; empty if `strict`.
+        The missing and the unexpected names; both are empty if `strict`.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward; or no initialiser wrote to a buffer that is in
-            no state dict, and was on the meta device.
+            no state dict and was on the meta device.
         FileNotFoundError: no file of safetensors in `folder`, or one that its index names.
-        StateError: names or shapes differ, values cannot be cast (integers are no weights), the
-            folder is of quantised weights, a name is in two files, two names become one, or a file
-            is cut off. On all ranks, and the model is as it was.
+        StateError: names or shapes differ, values cannot be cast (integers are not weights), the
+            folder has quantised weights, a name is in two files, two names become one, or a file is
+            truncated. All ranks raise, and the model does not change.
         RanksDisagreeError: the folder of another rank does not fit, or has other tensors.
         ImportError: the package `safetensors` is not installed.
 
@@ -153,10 +156,10 @@ def load(
 @untraced
 @checked
 def refresh(module: nn.Module) -> None:
-    """Adopt now what was done to annotated modules since the last forward, or refuse it by name.
+    """Adopt what has changed in annotated modules since the last forward, or raise an error.
 
-    The next forward does it, too. Moved, cast, replaced, frozen and unfrozen parameters are
-    adopted, and the next step compares ranks and agrees on orders again. All ranks call this
+    The next forward does the same. `refresh` adopts moved, cast, replaced, frozen and unfrozen
+    parameters. The next step compares the ranks and agrees on orders again. All ranks call this
     together, outside of forward and backward.
 
     Args:

@@ -27,20 +27,20 @@ from composable.torch_private import local_of, step_hooks
 @checked
 @torch.no_grad()
 def rebind_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
-    """Let an optimizer that holds parameters of before an annotation hold those of after it.
+    """Make an optimizer hold the parameters that the model has after an annotation.
 
-    It keeps its state and groups. For optimizers built before `fully_shard` or `replicate`, and
-    after `remove` and an annotation with another plan. State of a parameter's shape is cut like the
-    parameter. All ranks call this together, before the next step.
+    The optimizer keeps its state and groups. Use this for an optimizer that you built before
+    `fully_shard` or `replicate`, and after `remove` and an annotation with another plan. State with
+    a parameter's shape is sharded like the parameter. All ranks call this together, before the next
+    step.
 
     Args:
         module: the annotated model, or the plain one after `remove`.
         optimizer: any `torch.optim.Optimizer`.
 
     Raises:
-        OptimizerError: the optimizer holds a parameter that is not in `module`, and was not at a
-            place of its modules, or it keeps state of whole matrices (`step_on_matrices`); nothing
-            changes.
+        OptimizerError: the optimizer holds a parameter that neither is nor was registered in
+            `module`, or it keeps state of whole matrices (`step_on_matrices`). Nothing changes.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters())

@@ -68,25 +68,25 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Let modules hold whole plain parameters inside the scope, in their full precision.
 
-    Edits are written back to the shards when the scope ends without an exception; so are freezing,
-    and attributes of parameters. Each rank keeps its part of *its* edits, so all ranks make the
-    same ones; with `rank0_only`, those of rank 0 count, and are sent one parameter at a time
-    (attributes are not sent). All ranks enter and leave the scope together, outside of forward and
-    backward. Scopes nest; the outer one decides.
+    If the scope ends without an exception, edits are written back to the shards. Changes of
+    `requires_grad` and of attributes of parameters are kept, too. Each rank keeps its part of *its
+    own* edits, so make the same edits on all ranks. With `rank0_only`, the edits of rank 0 count,
+    and are sent one parameter at a time (attributes are not sent). All ranks enter and leave the
+    scope together, outside of forward and backward. If scopes nest, the outer one decides.
 
     Args:
         module: an annotated module, or one that contains some.
-        recurse: also parameters of units below; without it, only those of `module`'s own unit.
-        writeback: keep edits. Without it, every edit in the scope is dropped.
-        rank0_only: whole parameters on the first rank of each unit's mesh only; modules of other
-            ranks hold shards.
-        offload_to_cpu: whole parameters on the host.
-        with_grads: whole gradients as well; they are read, written and removed like parameters.
+        recurse: include parameters of units below. Without it, only those of `module`'s own unit.
+        writeback: keep edits. False drops every edit in the scope.
+        rank0_only: gather whole parameters only on the first rank of each unit's mesh. Modules of
+            other ranks hold shards.
+        offload_to_cpu: put whole parameters on the host.
+        with_grads: gather whole gradients, too. You read, write and remove them like parameters.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
-        PhaseError: inside of a forward or backward, or gradients are not reduced; or a forward of a
-            unit was called, or an optimizer stepped, inside the scope.
+        PhaseError: inside of a forward or backward, or gradients are not reduced. Also, if a
+            forward of a unit runs, or an optimizer steps, inside the scope.
         ForeignParameterError: an edit changed a parameter's shape or dtype, tied two parameters, or
             registered a hook on one.
 

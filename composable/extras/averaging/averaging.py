@@ -186,16 +186,16 @@ def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) ->
 def average_parameters(module: nn.Module, *, over: Over = REPLICAS) -> None:
     """Replace the parameters of the units in `module` by their means over ranks that trained apart.
 
-    Every parameter is averaged, with or without a gradient. Shards are averaged with the same
-    shards of other ranks, where they are: one message per unit and dtype. Means are computed in the
-    parameters' dtype. Floating-point buffers of the state dict are averaged, too; other buffers
-    stay as they are. All ranks call this together, outside of forward and backward.
+    This averages every parameter, with or without a gradient. Shards are averaged in place with the
+    same shards of other ranks, in one message per unit and dtype. Means are computed in the
+    parameters' dtype. Floating-point buffers of the state dict are averaged, too. Other buffers do
+    not change. All ranks call this together, outside of forward and backward.
 
     Args:
         module: an annotated module, or one that contains some.
         over: the ranks to average over: the name of a dimension of the units' meshes, a mesh of one
-            dimension, or a process group. "replicate" is the dimension that replicates, whatever it
-            is called; for a `replicate`d unit, its ranks.
+            dimension, or a process group. "replicate" stands for the dimension that replicates,
+            whatever its name. For a `replicate`d unit, it stands for the ranks of the unit.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
@@ -262,10 +262,10 @@ class _Averager:
 
 
 class PeriodicAverager(_Averager):
-    """Average parameters every `period` steps, after `warmup_steps` steps without.
+    """Average parameters every `period` steps, after `warmup_steps` steps without averages.
 
-    Gradients stay local after the warm-up: see the guide on averaging. Steps are counted as torch's
-    averager counts them: the first average is in step number `warmup_steps`, from 0.
+    After the warm-up, gradients stay local; see the guide on averaging. Steps are counted from 0,
+    as in torch's averager. The first average is in step number `warmup_steps`.
 
     Args:
         module: the annotated model.
@@ -310,24 +310,24 @@ class PeriodicAverager(_Averager):
 
 
 class HierarchicalAverager(_Averager):
-    """Average parameters in small groups often, and in larger ones seldom.
+    """Average parameters often in small groups, and less often in larger groups.
 
-    In a step that is due for several groups, the largest one averages. Steps are counted as torch's
-    averager counts them: a group is due when its period divides the number of the step, from 0, and
-    `warmup_steps` are over.
+    Steps are counted from 0, as in torch's averager. A group is due when its period divides the
+    number of the step, and `warmup_steps` are over. If several groups are due in one step, only the
+    largest averages.
 
     Args:
         module: the annotated model.
-        periods: from the number of ranks in a group to the steps between its averages. Groups are
-            consecutive ranks of `over`; the largest one has all of them. Each size divides the next
-            one, and so does each period.
+        periods: maps the number of ranks in a group to the steps between its averages. A group has
+            consecutive ranks of `over`, and the largest group has all of them. Each size divides
+            the next size, and each period the next period.
         warmup_steps, over: as for `PeriodicAverager`.
 
     Raises:
         AnnotationError: a period is below 1, or does not divide the next one; warmup_steps is below
             0.
-        MeshError: sizes do not divide, or the largest is not that of `over`; or as
-            `average_parameters`.
+        MeshError: a size does not divide the next one, or the largest size is not that of `over`;
+            or as `average_parameters`.
 
     Example:
         >>> # 8 ranks of a host every 4 steps, all 64 every 32

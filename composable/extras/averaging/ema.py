@@ -59,17 +59,17 @@ def _without_mean(tensors: Mapping[str, Tensor]) -> list[str]:
 class EMA:
     """Keep `average = decay * average + (1 - decay) * parameter` of every parameter.
 
-    Of every buffer the newest value is kept, and of frozen parameters of a class that cannot be
-    averaged, as 4-bit weights are. No communication: averages are shards, placed as the parameters
-    are. Works for annotated and plain models alike.
+    For buffers, and for frozen parameters of a class that cannot be averaged (4-bit weights), it
+    keeps the newest value. Averages are shards, placed like the parameters, so updates need no
+    communication. It works for annotated and plain models.
 
     Args:
-        module: the annotated model. Make the average after the annotation.
+        module: the annotated model. Create the EMA after you annotate.
         decay: weight of the past, from 0 to 1.
 
     Raises:
         ArgumentError: `decay` is not between 0 and 1.
-        ForeignParameterError: a parameter trains, and its class cannot be averaged.
+        ForeignParameterError: a trainable parameter has a class that cannot be averaged.
 
     Example:
         >>> ema = EMA(model, decay=0.999)
@@ -141,7 +141,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the parameters of now; call it after the optimizer's step."""
+        """Add the current parameters to the averages. Call this after the optimizer's step."""
         called("EMA.update()")
         slow, copied = self._pairs()
         if slow:
@@ -152,9 +152,9 @@ class EMA:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Let the model have the averages inside the scope.
+        """Let the model hold the averages inside the scope.
 
-        After the scope, also after an exception, the model has its own values again.
+        After the scope, also after an exception, the model holds its own values again.
         """
         values_exchanged(back=False)
         try:
@@ -192,9 +192,9 @@ class EMA:
     @checked
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take averages over: whole plain ones, or sharded ones.
+        """Load averages: whole plain tensors, or shards.
 
-        Those may be sharded in any way over ranks of which this is one. All ranks call this
+        Shards may have any placement over ranks that include this one. All ranks call this
         together.
 
         Args:
@@ -202,7 +202,7 @@ class EMA:
 
         Raises:
             KeyError: names are missing, or unknown.
-            ForeignParameterError: an average has another shape, or is no shard of this rank.
+            ForeignParameterError: an average has another shape, or is not a shard of this rank.
         """
         called("EMA.load_state_dict()")
         loaded = state_dict["averages"]

@@ -174,12 +174,13 @@ class _Rounds:
 class LocalSteps:
     """Replicas that train apart until `remove()`.
 
-    Made by `local_steps`. As a context manager it removes itself at the end. An exception that
-    leaves the context changes nothing: replicas differ then, and stay apart until `remove()`.
+    `local_steps` returns this object. As a context manager, it calls `remove()` at the end. If an
+    exception leaves the context, it does not call `remove()`: the replicas differ, and train apart
+    until `remove()`.
 
     Args:
         model, optimizers, rounds: as given to `local_steps`.
-        outer: the outer optimizer, of the backups.
+        outer: the outer optimizer of the backups.
         messages: one per unit and dtype.
         infos: what units reduce their gradients over from now on.
 
@@ -294,8 +295,8 @@ class LocalSteps:
     def remove(self) -> None:
         """Average parameters and buffers over the replicas, and train synchronously from now on.
 
-        All ranks call it together. A round that has begun ends with a plain mean, without the outer
-        optimizer. May be called again.
+        All ranks call this together. A round that has begun ends with a plain mean, without the
+        outer optimizer. You may call it again.
 
         Raises:
             PhaseError: not between two steps.
@@ -331,9 +332,9 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return backups and the outer optimizer's state by FQN, sharded like the parameters.
 
-        All ranks call it together. All replicas return the same. The model's parameters and the
-        inner optimizer's state differ between replicas inside a round, so a checkpoint that resumes
-        exactly is one per replica.
+        All ranks call this together. All replicas return the same. Inside a round, the model's
+        parameters and the inner optimizer's state differ between replicas. To resume exactly, save
+        one checkpoint per replica.
         """
         state: dict[str, Any] = {
             "steps": self.steps,
@@ -377,7 +378,7 @@ class LocalSteps:
     @checked
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, with the same `every` and `delay`.
+        """Continue from the point where `state_dict` was called, with the same `every` and `delay`.
 
         Load the model and the inner optimizer, too.
 
@@ -476,32 +477,33 @@ def local_steps(
 ) -> LocalSteps:
     """Let replicas train apart, and step an outer optimizer after every `every` steps (DiLoCo).
 
-    The outer optimizer steps by the mean of what the replicas did. From here on gradients are
-    reduced inside a replica only: over the shard dimension of a hybrid mesh, and not at all for a
-    `replicate`d model. Nothing travels between replicas until `optimizer` has stepped `every`
-    times: then one message per unit, of the size of its shards. Call it when all replicas have the
-    same parameters, on all ranks together, between two steps.
+    The outer optimizer steps by the mean of the changes that the replicas made. From this call on,
+    gradients are reduced only inside a replica: over the shard dimension of a hybrid mesh, and not
+    at all for a `replicate`d model. Replicas send nothing to each other until `optimizer` has
+    stepped `every` times. Then they send one message per unit, of the size of its shards. All ranks
+    call this together, between two steps, when all replicas have the same parameters.
 
-    Each replica is a job of its own in the meantime: clipping, checks and exports are a replica's.
-    Replicas must step alike: a `GradScaler` skips steps of one replica, so train in bfloat16.
-    Buffers stay a replica's until `remove()`. Parameters that are frozen here are not sent.
+    Between two outer steps, each replica is a separate job: clipping, checks and exports cover one
+    replica. All replicas must make the same number of steps. A `GradScaler` skips steps of one
+    replica, so train in bfloat16. Each replica keeps its own buffers until `remove()`. Parameters
+    that are frozen at this call are not sent.
 
     Args:
         module: a model that is replicated, or sharded over one dimension of a mesh of two.
-        optimizer: the inner one, or a list of all that step the model. Steps are counted by hooks:
-            one when each of them has stepped. Those of `apply_optimizer_in_backward` step at the
-            end of a backward that reduces, together.
-        every: its steps in a round.
-        over: the replicas, as for `average_parameters`: the whole dimension that replicates, or
-            ranks outside of the mesh that the model is annotated with, which then trains by itself
-            on each of them.
-        outer: makes the outer optimizer of the backups of all trained parameters. By default SGD
-            with a learning rate of 0.7 and Nesterov momentum of 0.9.
-        delay: steps before the end of a round at which the message is sent; it travels while these
-            compute.
-        keep: what is left of a replica's own parameters where the round ends, from 0 to 1. With a
-            `delay`, 0 gives up what the steps after the message did; streaming DiLoCo keeps 0.5.
-        offload: backups and the outer optimizer's state are on the host.
+        optimizer: the inner optimizer, or a list of all optimizers of the model. Hooks count the
+            steps: one step when each optimizer has stepped. The optimizers of
+            `apply_optimizer_in_backward` count together, at the end of a backward that reduces.
+        every: the number of inner steps in a round.
+        over: the ranks of the replicas, as for `average_parameters`. This is the whole dimension
+            that replicates, or ranks outside of the model's mesh. In the second case, the model
+            trains by itself on each of them.
+        outer: a function that makes the outer optimizer from the backups of all trained parameters.
+            The default is SGD with a learning rate of 0.7 and Nesterov momentum of 0.9.
+        delay: send the message this many steps before the end of a round, so that these steps hide
+            it.
+        keep: the share of a replica's own parameters that stays at the end of a round, from 0 to 1.
+            With a `delay`, 0 discards the steps after the message. Streaming DiLoCo keeps 0.5.
+        offload: keep backups and the outer optimizer's state on the host.
 
     Returns:
         An object with a state dict. `remove()`, or the end of its context, averages the replicas
@@ -511,12 +513,12 @@ def local_steps(
         NotAnnotatedError: no annotated module in `module`.
         AnnotationError: every is below 1; delay is not from 0 to every - 1; keep is not from 0 to
             1; nothing is trained; a communication hook makes the reduction over the replicas.
-        AlreadyAnnotatedError: the replicas train apart already.
+        AlreadyAnnotatedError: the replicas already train apart.
         MeshError: a unit has no replicas, is sharded over these ranks, or is replicated over more
             of them.
         PhaseError: not between two steps.
-        OptimizerError: no optimizer. Later: an optimizer that was not passed steps by gradients of
-            a round that has ended.
+        OptimizerError: there is no optimizer. Later: an optimizer that was not passed steps with
+            gradients of a round that has ended.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard"))

@@ -52,8 +52,8 @@ class Device:
         per_node: devices that `links` join.
         to_host: bytes per second between its memory and the host's, each way, as reached.
         accelerator: whether it has streams; a host computes and waits.
-        margin: part of a forecast's peak that programs took beyond it, at most: kernels' workspaces
-            and what the allocator's blocks are larger than what was asked for.
+        margin: the largest part of a forecast's peak that programs used beyond the peak, for
+            workspaces of kernels, and for blocks of the allocator that are larger than requested.
 
     Example:
         >>> small = dataclasses.replace(DEVICES["h100"], name="4 of a node", per_node=4)
@@ -164,11 +164,12 @@ def device_of(device: str | Device) -> Device:
 def calibrate(device: str | torch.device = "cpu", like: str | Device | None = None) -> Device:
     """Measure the device at hand: products of matrices, and how fast memory is read and written.
 
-    Takes some seconds. Links are not measured: a process that is alone has none.
+    This takes some seconds. It does not measure links, because a single process has none.
 
     Args:
         device: where to measure, e.g. "cuda".
-        like: whose other figures to take; None: "cpu" on a host, "h100" on an accelerator.
+        like: the device to copy the other figures from. None: "cpu" on a host, "h100" on an
+            accelerator.
 
     Returns:
         A device whose `reached` figures are 1, for `forecast(device=...)`.

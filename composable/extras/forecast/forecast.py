@@ -75,33 +75,35 @@ def forecast(
     steps: int = 2,
     progress: Callable[[str], object] | None = None,
 ) -> Forecast:
-    """Say what training takes, without the devices: memory, messages and time of one rank's step.
+    """Predict memory, messages and time of one rank's step, without the devices.
 
-    The program runs as it is, as rank 0 of `ranks`, on a simulated device: nothing is computed, and
-    no memory of tensors is touched. A laptop shows where a device would run out of memory, and what
-    it waits for.
+    The program runs unchanged, as rank 0 of `ranks`, on a simulated device. The forecast computes
+    nothing and allocates no memory for tensors. It shows on a laptop where a device would run out
+    of memory, and what it waits for.
 
     Args:
-        make_model: makes the model; its parameters are on the meta device, whatever it says.
-        annotate: what your program calls on the model: `fully_shard`, `replicate`, `checkpoint`. It
-            gets the model, and the mesh if it takes two arguments.
+        make_model: makes the model. Its parameters are on the meta device, whichever device the
+            function names.
+        annotate: annotates the model as your program does: `fully_shard`, `replicate`,
+            `checkpoint`. It gets the model, and also the mesh if it takes two arguments.
         make_batch: one rank's input of one step. A dict is passed to the model by name, a tuple by
             position.
-        ranks: of the world.
+        ranks: the number of ranks of the world.
         mesh: names and sizes of the dimensions of the mesh, e.g. `{"replicate": 4, "shard": 16}`.
             None: one dimension over all ranks.
         device: a name in `DEVICES`, or a `Device`.
-        optimizer: makes the optimizer of the parameters; None: forward and backward only. Its state
-            has the dtype of the parameters, unless it says otherwise.
-        loss: of the model and a batch, a scalar. None: `.loss` of what the model returns, else the
-            sum of its first tensor.
-        steps: the last one counts. Orders are recorded in the first.
+        optimizer: makes the optimizer of the parameters. None forecasts only forward and backward.
+            The optimizer's state has the dtype of the parameters, unless the optimizer sets
+            another.
+        loss: returns a scalar from the model and a batch. None: `.loss` of the model's output, or
+            otherwise the sum of its first tensor.
+        steps: the number of steps to run. The first records orders, and the last one counts.
         progress: called every few seconds with what runs.
 
     Raises:
-        ForecastError: the program reads a value of a tensor, in the message with the module; it
-            annotates by torch's FSDP or DDP; or a process group is there already.
-        ValueError: an argument makes no sense.
+        ForecastError: the program reads a value of a tensor (the message names the module); it
+            annotates with torch's FSDP or DDP; or a process group already exists.
+        ValueError: an argument is not valid.
 
     Example:
         >>> print(

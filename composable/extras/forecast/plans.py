@@ -44,8 +44,9 @@ class Comparison:
 
     Attributes:
         forecasts: by the name of the plan.
-        shares: of tensor-parallel plans that are compared with others, how many ranks share their
-            rows. As many of their steps count as one, so that all plans take as many rows.
+        shares: for tensor-parallel plans that are compared with others, how many ranks share the
+            same rows. That many steps count as one, so that all plans train on the same number of
+            rows.
 
     Example:
         >>> plans = {"shard": fully_shard, "replicate": replicate}
@@ -108,7 +109,8 @@ def compare(
 
     Args:
         make_model, make_batch, ranks, device: as for `forecast`.
-        plans: by name, what annotates the model; one that takes two arguments gets the mesh, too.
+        plans: maps names to functions that annotate the model. A function with two arguments also
+            gets the mesh.
         memory: bytes of the device; None: what it has. A plan fits that leaves its `margin` free.
         options: as for `forecast`.
 
@@ -356,27 +358,28 @@ def suggest(
 ) -> Suggestion:
     """Search for the fastest way to train a model that fits.
 
-    Tried are `replicate`; `fully_shard` over all ranks, and in groups of one node or some with
-    replicas across them where messages would be waited for, each with parameters that stay or go
-    after forward; where that does not fit, recomputing as few blocks as do, or keeping their
-    activations in host memory; and, if not even all blocks recomputed fit, both.
+    The search tries `replicate`, and `fully_shard` over all ranks. If ranks would wait for
+    messages, it also tries shards in groups of one node or of several, with replicas across the
+    groups. For each, it keeps parameters after forward, or reshards them. If this does not fit, it
+    recomputes as few blocks as necessary, or keeps their activations in host memory. If even
+    recomputing all blocks does not fit, it does both.
 
     Args:
         make_model, make_batch, ranks, device: as for `forecast`.
         memory: bytes of the device; None: what it has. A plan fits that leaves its `margin` free.
-        block: the class of the units; None: those of the largest modules of which there
-            are several.
-        half: compute in bfloat16. None: on accelerators, where parameters are float32.
-        tp_plan: torch's styles by name, as `parallelize_module` takes them. None: the plan that a
-            model of transformers has, for its weights and for its experts. Tensor parallel over
-            two ranks or more of a node is tried where nothing fits, or messages are waited for.
+        block: the class of the units. None: the classes of the largest modules that occur several
+            times.
+        half: compute in bfloat16. None: do so on accelerators if parameters are float32.
+        tp_plan: torch's styles by name, as for `parallelize_module`. None: the plan of a model of
+            transformers, for its weights and for its experts. If no plan fits, or ranks wait for
+            messages, the search tries tensor parallelism over two or more ranks of a node.
         progress: called with each plan before it is tried, and every few seconds with what runs.
-        most: how many forecasts the search makes before it ends with what it has found.
+        most: the largest number of forecasts. After it, the search ends with the best plan so far.
         options: as for `forecast`.
 
     Raises:
-        ForecastError: nothing that was tried fits, or no class of modules repeats; in the message
-            how much the smallest plan needs.
+        ForecastError: no plan that was tried fits, or no class of modules repeats. The message says
+            how much memory the smallest plan needs.
 
     Example:
         >>> print(suggest(make_model, make_batch, ranks=64, device="h100"))

@@ -175,33 +175,33 @@ def forecast_stages(
     steps: int = 2,
     progress: Callable[[str], object] | None = None,
 ) -> Pipeline:
-    """Say what each stage of a pipeline takes, without the devices.
+    """Predict memory and time of each stage of a pipeline, without the devices.
 
-    A stage is run as `forecast` runs a model, by torch's own stage and schedule, in place of the
-    first of its data-parallel ranks: with the activations of as many micro-batches as the schedule
-    keeps, torch's buffers for what is received, and messages to the neighbours. If your program
-    calls `composable.fsdp2.install()`, call it before: gradients are then reduced once per step,
-    and else in every micro-batch, as in training.
+    The forecast runs a stage as `forecast` runs a model, with torch's own stage and schedule, as
+    the first of its data-parallel ranks. It counts the activations of all micro-batches that the
+    schedule keeps, torch's receive buffers, and messages to the neighbouring stages. If your
+    program calls `composable.fsdp2.install()`, call it before. As in training, gradients are then
+    reduced once per step, and without it in every micro-batch.
 
     Args:
-        make_stage: makes a stage by its number; its parameters are on the meta device, whatever it
-            says.
-        annotate: what your program calls on a stage. It gets the stage and the mesh, e.g.
+        make_stage: makes a stage from its number. Its parameters are on the meta device, whichever
+            device the function names.
+        annotate: annotates a stage as your program does. It gets the stage and the mesh, e.g.
             `lambda part, mesh: fully_shard(part, mesh=mesh["dp"])`.
-        make_batch: the first stage's input of one step on one rank, a tensor or a tuple of tensors.
-            The schedule splits their first dimension into micro-batches.
-        mesh: names and sizes of the dimensions, that of the stages first, e.g.
+        make_batch: returns the first stage's input of one step on one rank, a tensor or a tuple of
+            tensors. The schedule splits their first dimension into micro-batches.
+        mesh: names and sizes of the dimensions. The dimension of the stages is first, e.g.
             `{"pp": 4, "dp": 16}`.
         micro_batches: of a step.
         schedule: "GPipe" or "1F1B".
-        make_target: the target of one step on one rank. None: the loss gets none.
-        loss: of the last stage's output, and of the target if there is one, a scalar. None: the sum
-            of the output.
+        make_target: returns the target of one step on one rank. None: the loss gets no target.
+        loss: returns a scalar from the last stage's output, and from the target if there is one.
+            None: the sum of the output.
         device, optimizer, steps, progress: as for `forecast`.
 
     Raises:
         ForecastError: as from `forecast`; or a stage returns something other than tensors.
-        ValueError: an argument makes no sense.
+        ValueError: an argument is not valid.
 
     Example:
         >>> print(

@@ -766,43 +766,49 @@ def _refuse_placed_apart(stepped: Sequence[Tensor]) -> None:
 def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimizer:
     """Let an optimizer step whole matrices, each on the one rank that owns it.
 
-    For optimizers that look at more than elements: `torch.optim.Muon`, a Shampoo, SOAP, your own.
-    Written for one device and unchanged, their code is given whole plain tensors, and gives the
-    bits that it gives in one process. Ranks share the work: each owns about the same amount of it.
-    A rank sends its part of gradients to the owners, and gets its part of the new rows: two
-    N-th parts of the parameters for N ranks, in batches, of which one is computed while others
-    travel. State and a copy of the parameter live on the owner.
+    Use this for optimizers that do not step element by element: `torch.optim.Muon`, Shampoo, SOAP,
+    or your own. Their code for one device runs unchanged. It receives whole plain tensors, and
+    gives the same bits as in one process.
 
-    Stacks of matrices (3 dimensions, as experts are) are stepped slice by slice; a slice that one
-    rank has stays there. Kernels of convolutions are one matrix each. Tensor-parallel matrices come
-    together at the owner; replicas share the work. What is not selected is stepped on its shards,
-    so the optimizer must update it element by element, as those that step vectors by Adam do.
+    Ranks share the work: each owns about the same amount of it. A rank sends its part of the
+    gradients to the owners, and receives its part of the new rows. With N ranks, each of these is
+    an N-th part of the parameters. A step runs in batches: a rank computes one batch while others
+    are sent. The owner holds the state and a copy of the parameter.
 
-    The code runs once for each batch of a step, each time with the groups, and with the attributes
-    of the optimizer, of before the step. Numbers that it writes to its groups must follow from
-    numbers of the groups: not from parameters, of which each rank sees some. It evaluates the
-    closure, if there is one, before it reads its groups. `optimizer.state_dict()` is a call of one
-    rank, and has the state of what it owns. For checkpoints all ranks call torch's
-    `get_optimizer_state_dict` and `set_optimizer_state_dict`: there, state is placed as that of an
-    optimizer over DTensors, and loads into other numbers of ranks and plain models.
-    `copy.deepcopy` copies the optimizer with its model. Pickling it, and methods of its class that
-    read its state outside of `step`, are refused: each rank has a part of that.
+    The optimizer steps stacks of matrices (3 dimensions, such as experts) slice by slice. If one
+    rank holds a whole slice, the slice stays there. Each kernel of a convolution is one matrix.
+    Tensor-parallel matrices are gathered on the owner, and replicas share the work. Parameters that
+    are not selected are stepped on their shards, so the optimizer must update them element by
+    element. Optimizers that step vectors with Adam do this.
+
+    The optimizer's `step` runs once for each batch of a step. Each time, it sees the groups and the
+    optimizer's attributes as they were before the step. It must compute numbers that it writes to
+    its groups from numbers of the groups, not from parameters, because each rank sees only some of
+    them. If there is a closure, it must evaluate it before it reads its groups.
+
+    One rank may call `optimizer.state_dict()`, which returns the state of the matrices that this
+    rank owns. For checkpoints, all ranks call torch's `get_optimizer_state_dict` and
+    `set_optimizer_state_dict`. They convert to and from the state of an optimizer over DTensors, so
+    a checkpoint loads on any number of ranks and into plain models. `copy.deepcopy` copies the
+    optimizer with its model. Each rank has only a part of the state, so pickling raises an error,
+    and so do methods of the optimizer's class that read the state outside of `step`.
 
     All ranks call this, after annotating and before the first step.
 
     Args:
         optimizer: holds parameters of annotated modules, and any others.
-        which: a function of a parameter, or parameters or their names: those that are stepped
-            whole. None: those of 2 dimensions and more; of Adafactor, all.
+        which: the parameters to step whole: a function of a parameter, or parameters, or their
+            names. None selects those of 2 dimensions and more; for Adafactor, all.
 
     Returns:
         The optimizer.
 
     Raises:
-        OptimizerError: the optimizer is none that can be given parts of its parameters, has state
-            already, or keeps parameters in attributes; or `which` names what it does not have.
-        RanksDisagreeError: ranks hold other parameters, or select others. In a step: they have
-            gradients of others; nothing was written then.
+        OptimizerError: the optimizer cannot step a part of its parameters, already has state, or
+            keeps parameters in attributes; or `which` names a parameter that the optimizer does not
+            have.
+        RanksDisagreeError: the ranks hold or select different parameters. In a step: they have
+            gradients of different parameters; nothing has been written.
 
     Example:
         >>> fully_shard(model, policy={Block})

@@ -615,23 +615,24 @@ def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
 def joinable(module: nn.Module, *others: Any) -> Joinable:
     """Make a model known to torch's `Join`, so that ranks may have different numbers of batches.
 
-    A rank that has left the scope takes part in what the others do: it gathers and reduces with
-    zeros for gradients, and follows them in `optimizer.step()`, `zero_grad`, `no_sync`,
-    `reduce_gradients`, `clip_grad_norm_` and `GradScaler`. So all ranks have the same parameters
-    and the same states of optimizers in the end. Buffers of replicated models follow a rank that
-    has data. `join(model, optimizer)` is the short form.
+    A rank that has left the scope follows the other ranks. It takes part in gathers, reduces zeros
+    for gradients, and follows `optimizer.step()`, `zero_grad`, `no_sync`, `reduce_gradients`,
+    `clip_grad_norm_` and `GradScaler`. At the end, all ranks have the same parameters and optimizer
+    states. Buffers of replicated models follow a rank that has data. `join(model, optimizer)` is
+    the short form.
 
-    Other joinables may stand before or behind it in the list, and be called before or after it: a
-    `ZeroRedundancyOptimizer` over a replicated model, a `DistributedDataParallel`, one of your own
-    that calls `Join.notify_join_context` before its collectives. Keyword arguments of `Join`:
-    `divide_by_initial_world_size`, see `join`.
+    The list of `Join` may contain other joinables before or after this one, and you may call them
+    before or after it. Examples are a `ZeroRedundancyOptimizer` over a replicated model, a
+    `DistributedDataParallel`, or your own joinable that calls `Join.notify_join_context` before its
+    collectives. `Join` takes the keyword argument `divide_by_initial_world_size`; see `join`.
 
     Args:
         module: annotated, all of it on the same ranks.
-        others: more models that run in the scope; the optimizers, which are needed for sharded
-            models that are trained; and objects with `state_dict` and `load_state_dict`, such as a
-            `GradScaler` or a scheduler, whose state is taken over from a rank that had data to the
-            end. A rank without data steps with the options (learning rates) of the others.
+        others: more models that run in the scope; their optimizers, which sharded models need for
+            training; and objects with `state_dict` and `load_state_dict`, such as a `GradScaler` or
+            a scheduler. At the end, all ranks take over the state of these objects from a rank that
+            had data to the end. A rank without data steps with the options (learning rates) of the
+            others.
 
     Raises:
         NotAnnotatedError: no annotated module in a model.
@@ -675,28 +676,28 @@ def join(
 ) -> Iterator[None]:
     """Let ranks run out of data at different times: `Join([joinable(model, *others)], ...)`.
 
-    Inside the scope every rank trains, or evaluates, on as many batches as it has. All ranks enter
-    and leave it. Before each forward of a model the ranks exchange one number; once a rank has run
-    out, one more message per unit is sent.
+    Inside the scope, every rank trains or evaluates on as many batches as it has. All ranks enter
+    and leave the scope. Before each forward of a model, the ranks exchange one number. Once a rank
+    has no more batches, the ranks send one more message per unit.
 
-    A rank leaves the scope right after its last batch. Collectives that the library does not see,
-    such as `dist.all_reduce` of a loss, `SyncBatchNorm` and torch's own `clip_grad_norm_`, must not
-    be called inside. What changes gradients between backward and step, and what has to happen on
-    every rank after a step, belongs in hooks of the optimizer (`register_step_pre_hook`), which
-    ranks without data call, too.
+    A rank leaves the scope right after its last batch. Inside the scope, do not call collectives
+    that the library does not see, such as `dist.all_reduce` of a loss, `SyncBatchNorm` or torch's
+    own `clip_grad_norm_`. Ranks without data call hooks of the optimizer, too. Put code that
+    changes gradients between backward and step, or that must run on every rank after a step, into
+    such hooks (`register_step_pre_hook`).
 
     Args:
         module: annotated, all of it on the same ranks.
         others: as for `joinable`: more models, the optimizers, a `GradScaler`, schedulers.
-        divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by
-            the number of those that had data in the last forward.
-        enabled: False if no rank can run out: nothing is exchanged.
-        throw_on_early_termination: raise on all ranks when one has run out.
+        divide_by_initial_world_size: divide gradients by the number of all ranks. False divides by
+            the number of ranks that had data in the last forward.
+        enabled: pass False if no rank can run out of data. Then the ranks exchange nothing.
+        throw_on_early_termination: raise on all ranks when one rank has run out of data.
 
     Raises:
         NotAnnotatedError, MeshError, OptimizerError: as for `joinable`.
-        PhaseError: a model ran inside that was not passed, or was annotated inside.
-        OptimizerError: a sharded parameter is trained by no optimizer that was passed.
+        PhaseError: inside the scope, a model ran that was not passed, or that was annotated there.
+        OptimizerError: no optimizer that was passed trains a sharded parameter.
 
     Example:
         >>> with join(model, optimizer):

@@ -19,19 +19,20 @@ T = TypeVar("T")
 def skipped(module: nn.Module, x: T) -> T:
     """Return `x`, and take part in the collectives of `module` without computing it.
 
-    A rank takes part in them because other ranks compute the module. Ranks may decide for
-    themselves: `y = layer(x) if keep else skipped(layer, x)`, for stochastic depth, mixture of
-    depths, or experts without tokens. The gradients of the module's parameters count as zero from a
-    rank that skips it. Its parameters are gathered and its gradients are reduced all the same, so a
-    rank that skips saves the computation, and no communication.
+    A rank takes part in the collectives because other ranks compute the module. Each rank may
+    decide by itself: `y = layer(x) if keep else skipped(layer, x)`. Use this for stochastic depth,
+    mixture of depths, or experts without tokens. A rank that skips the module contributes zeros to
+    the gradients of its parameters. It still gathers the parameters and reduces the gradients, so
+    it saves the computation, but no communication.
 
-    Annotated modules below `module` are taken to run once each, in the order of `.modules()`.
+    The function assumes that each annotated module below `module` runs once, in the order of
+    `.modules()`.
 
     Args:
-        module: an annotated module; of any other, nothing needs to be done.
-        x: its input: a tensor, or a container of tensors. For a frozen module, where other ranks'
-            inputs require no gradient, it should require none either. If it does, the library goes
-            by the inputs in the first forward, and by those of this rank.
+        module: an annotated module. For any other module, the function only returns `x`.
+        x: the module's input: a tensor, or a container of tensors. If the module is frozen and the
+            inputs of other ranks require no gradient, `x` should require none either. If it does,
+            the library goes by the inputs in the first forward, and by those of this rank.
 
     Returns:
         `x`, as another tensor of the graph.

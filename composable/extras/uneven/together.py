@@ -193,42 +193,47 @@ class _Where(Observer):
 class together:
     """Lose a step on all ranks if it raises on one, and go on with the next one.
 
-    In the scope is all of a step up to the last reduction: all micro-batches, forwards and
-    backwards. The optimizer's step, its scaler and scheduler belong behind it: what writes in the
-    scope is refused by name, on all ranks. A rank whose step
-    raises gives it up and makes the launches that the other ranks wait for, with its own shards and
-    zeros for gradients; the exception is not raised. At the end the ranks vote, by one message of
-    two integers, for which the host waits.
+    Put a step into the scope, up to the last reduction: all micro-batches with their forwards and
+    backwards. Put the scaler, the optimizer's step and the scheduler after the scope. A call that
+    writes to parameters inside the scope raises an error, on all ranks.
 
-    A rank that sees by itself that the step is bad calls `lose`. It goes on computing, as the
-    others do, and the step is lost at the end. This works in any step, also in the first ones.
+    If a rank raises, it gives up its step and launches the collectives that the other ranks wait
+    for, with its own shards, and zeros for gradients. The scope does not raise the exception. At
+    the end of the scope the ranks vote with one message of two integers, and the host waits for it.
 
-    After a lost step gradients are of no use: call `zero_grad()` on all ranks. Buffers of the model
-    are as they were before the step, on all ranks; random number generators are not.
+    A rank that finds a step bad without an exception calls `lose`. It continues to compute, like
+    the others, and all ranks lose the step at the end. This works in every step, including the
+    first ones.
 
-    Raised as without the scope are: an error on all ranks, so that a mistake does not skip every
-    step; an exception that is no `Exception`, such as `KeyboardInterrupt`; a collective that
-    failed; and an exception in a step that cannot be followed, with a note that says so. That is a
-    step that launches something else than the one before it: the first two, since ranks agree on
-    orders in the first; one with another number of forwards, with another branch of the model, or
-    with parameters frozen since. The other ranks wait for their timeout then.
+    After a lost step, gradients are not usable: call `zero_grad()` on all ranks. The scope restores
+    the model's buffers on all ranks, but not the random number generators.
+
+    Some exceptions are raised as without the scope: an error on all ranks, so that a mistake does
+    not skip every step; an exception that is not an `Exception`, such as `KeyboardInterrupt`; a
+    collective that failed; and an exception in a step in which the rank cannot follow the others. A
+    note on the exception says so, and the other ranks wait until their timeout. A rank can follow
+    the others only in a step that launches the same collectives as the step before. It cannot do so
+    in the first two steps (ranks agree on orders in the first), nor in a step with another number
+    of forwards, with another branch of the model, or with parameters that were frozen since.
 
     Args:
         module: an annotated model.
-        give_up_after: how many steps in a row may be lost; the last of them is an error.
+        give_up_after: raise an error when this many steps in a row are lost.
 
     Attributes:
-        lost: the step was lost, on all ranks alike. Known when the scope has ended.
-        why: what ranks said or raised, and where; the same on all ranks.
+        lost: whether the step is lost. It is the same on all ranks, and is set when the scope ends.
+        why: which rank lost the step, and its error with the place, or its text. It is the same on
+            all ranks.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
-        PhaseError: the scope is inside of another one, of `join`, or of a step; another annotated
-            model is called in it; or an optimizer steps in it, or something else writes.
-        UnsupportedError: the model has collectives that are not the library's, or what cannot be
-            given up: tensor-parallel parameters, units over different ranks (experts),
-            communication hooks, synchronised batch norms, sparse gradients, optimizers in backward,
-            replicas that train apart, `reshard_after_forward` with a number.
+        PhaseError: the scope is inside another `together`, inside `join`, or inside a step; another
+            annotated model is called in the scope; an optimizer steps in the scope, or another call
+            writes in it.
+        UnsupportedError: the model has collectives that the library does not launch, or features
+            that one rank cannot give up: tensor-parallel parameters, units over different ranks
+            (experts), communication hooks, synchronised batch norms, sparse gradients, optimizers
+            in backward, replicas that train apart, `reshard_after_forward` with a number.
         StepLostError: `give_up_after` steps in a row were lost, on all ranks.
 
     Example:
@@ -253,16 +258,17 @@ class together:
         self._refuse()
 
     def lose(self, why: str) -> None:
-        """Give this step up on all ranks, from any one of them, or from several.
+        """Lose this step on all ranks. One rank, or several, may call it.
 
-        Nothing is raised, and nothing is sent: compute on to the end of the scope, with all
-        forwards and backwards, since the other ranks do. There all ranks have `lost` and `why`.
+        The call raises nothing and sends nothing. Continue to the end of the scope, with all
+        forwards and backwards, because the other ranks do. At the end, all ranks have `lost` and
+        `why`.
 
         Args:
-            why: what this rank has seen, for `why`.
+            why: the text for `why`: what this rank has seen.
 
         Raises:
-            PhaseError: the scope is not open. This is raised on the ranks that call it.
+            PhaseError: the scope is not open. Only the ranks that call `lose` raise it.
 
         Example:
             >>> with composable.together(model) as step:

@@ -81,55 +81,56 @@ def watch(
 ) -> Watch:
     """Name what goes wrong in a step, before it spreads: rank, unit, phase, tensor, step.
 
-    Two things are looked for: the first value that is not finite, and ranks that differ in what
-    must be equal.
+    The watch looks for two things: the first value that is not finite, and ranks that differ in
+    values that must be equal.
 
-    Values that are not finite: looked at are parameters before a step, inputs and outputs of units,
-    their gradients, and gradients of parameters on their rank, before they are reduced. Nothing
-    waits for the device until the optimizer steps: then the ranks exchange what each has seen
-    first. Every `every` steps that costs one read of what is looked at, and a small message.
+    Values that are not finite: the watch looks at parameters before a step, at inputs and outputs
+    of units, at their gradients, and at gradients of parameters on each rank before the reduction.
+    The host does not wait for the device until the optimizer steps. Then the ranks exchange the
+    first finding of each rank. Every `every` steps this costs one read of these tensors, and a
+    small message.
 
-    An infinity in gradients that a loss scaler has scaled is expected: it is counted, and said
-    once. Infinities below zero in inputs and outputs, such as those of masks, are named only if a
-    NaN follows from them.
+    An infinity in gradients that a loss scaler has scaled is expected. The watch counts it, and
+    reports it once. It reports negative infinities in inputs and outputs, such as those of masks,
+    only if a NaN follows from them.
 
-    Ranks that differ: every `agree` steps the ranks compare digests of parameters and landed
-    gradients of replicas, of gathered parameters with the rank whose rows they are, of buffers that
-    the program does not write to, and the optimizers' hyper-parameters that are plain values. If
-    dropout drops the same places on all ranks, a hint says so. Units with communication hooks, and
-    replicas that `local_steps` keeps apart, are not compared.
+    Ranks that differ: every `agree` steps the ranks compare digests. They compare parameters and
+    landed gradients of replicas, gathered parameters with the rank that owns the rows, buffers that
+    the program does not write to, and hyper-parameters of optimizers that are plain values. If
+    dropout drops the same positions on all ranks, a hint says so. The watch does not compare units
+    with communication hooks, or replicas that train apart under `local_steps`.
 
-    Under a pipeline schedule call it after the first step, in which torch runs stages on memory
-    that was never written to.
+    Under a pipeline schedule, call this after the first step, because torch runs the stages in that
+    step on uninitialised memory.
 
-    All ranks call it, between two steps, when the model is annotated. `COMPOSABLE_WATCH=1` in the
-    environment of all ranks watches every annotated model, `COMPOSABLE_WATCH=raise` as
-    `action="raise"` does.
+    All ranks call this after they annotate the model, between two steps. `COMPOSABLE_WATCH=1` in
+    the environment of all ranks watches every annotated model. `COMPOSABLE_WATCH=raise` also sets
+    `action="raise"`.
 
     Args:
         module: an annotated module, or one that contains some.
-        every: look at one step in so many.
+        every: look for values that are not finite in one of this many steps.
         action: "warn" logs each finding once, "raise" also raises it on all ranks before the
             optimizer steps. Hints are logged only.
-        agree: compare the ranks every so many steps; 0 for never.
-        folder: where each rank writes what `python -m composable replay` needs to run the unit of
-            a finding again, once for each kind of finding. Until the optimizer steps, the inputs
-            of units and the gradients of their outputs stay in memory for it.
-        repeat: in each step one unit, in turn, computes each operator of its forward and backward
-            again at once, on the same tensors, and the bits are compared. It finds a machine that
-            computes wrongly, at the cost of a unit. Where kernels are not deterministic a hint
-            says so. Python runs once, and so do modules, hooks and random generators. Left out are
-            units with units inside, tensor-parallel and compiled ones; operators that are not
-            torch's own, or on tensors of subclasses; and what runs under a `TorchDispatchMode`,
-            such as selective checkpointing.
+        agree: compare the ranks every this many steps; 0 for never.
+        folder: where each rank writes the data with which `python -m composable replay` runs the
+            unit of a finding again, once for each kind of finding. For this, the inputs of units
+            and the gradients of their outputs stay in memory until the optimizer steps.
+        repeat: look for a machine that computes wrongly. In each step, the next unit runs each
+            operator of its forward and backward twice in a row on the same tensors, and the watch
+            compares the bits. This costs the computation of one unit. If a kernel is not
+            deterministic, a hint says so. Python code, modules, hooks and random generators run
+            once. Not repeated are units that contain units, tensor-parallel and compiled units,
+            operators that are not torch's own or are on tensors of subclasses, and operators under
+            a `TorchDispatchMode`, such as selective checkpointing.
 
     Returns:
-        The watch, with its `findings` and `hints`. `remove()` ends it; as a context manager it ends
-        with its body.
+        The watch, with its `findings` and `hints`. `remove()` ends it. As a context manager, it
+        ends with its body.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
-        AlreadyAnnotatedError: it is watched already.
+        AlreadyAnnotatedError: `module` is already watched.
         ArgumentError: `every` is less than 1, or `action` is unknown.
 
     Example:
@@ -151,7 +152,7 @@ def watch(
 
 
 class Watch:
-    """What `watch` returns, which makes it.
+    """What `watch` returns.
 
     Args:
         names: the FQNs of the units that are watched.
@@ -160,9 +161,10 @@ class Watch:
 
     Attributes:
         findings: all of them, the same on every rank.
-        hints: something to know, and no fault: what a loss scaler or a seed does, and why a unit
-            cannot be compared.
-        overflows: steps in which gradients had infinities because a loss scaler had scaled them.
+        hints: observations that are not errors: effects of a loss scaler or a seed, and reasons why
+            a unit cannot be compared.
+        overflows: number of steps in which gradients had infinities because a loss scaler had
+            scaled them.
         observer: what this rank sees.
 
     Example:
