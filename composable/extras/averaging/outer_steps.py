@@ -531,7 +531,7 @@ def local_steps(
 
     Source: DiLoCo, https://arxiv.org/abs/2311.08105; sent early: https://arxiv.org/abs/2501.18512.
     """
-    module = unwrapped(module)
+    module, every, delay = unwrapped(module), int(every), int(delay)
     if delay >= every:
         raise AnnotationError(
             f"{_CALLER}: delay must be from 0 to every - 1 = {every - 1}, got {delay}"
