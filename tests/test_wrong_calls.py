@@ -362,6 +362,19 @@ def test_the_nearest_right_arguments_are_taken(world: World) -> None:
     fsdp2.register_fsdp_forward_method(model[0], "generate")
 
 
+def test_an_optimizer_in_a_wrapper_without_hooks_is_not_taken(world: World) -> None:
+    class Wrapper(torch.optim.Optimizer):  # as accelerate's
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    before = world.state()
+    for call in (composable.rebind_optimizer, composable.local_steps):
+        more: dict[str, Any] = {"every": 2} if call is composable.local_steps else {}
+        with pytest.raises(errors.ArgumentError, match=r"of a wrapper, .* the one inside"):
+            call(world.model, Wrapper(world.optimizer), **more)
+    assert world.state() == before
+
+
 def test_checks_break_no_compiled_graph(world: World) -> None:
     torch.compiler.reset()
     counters.clear()

@@ -36,6 +36,7 @@ from composable.comm import Comm, MeshInfo, ranks_of
 from composable.comm.base import DONE, Work, cut_flat
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
+from composable.contract.values import TorchOptimizer
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
@@ -465,7 +466,7 @@ def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
 @torch.no_grad()
 def local_steps(
     module: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: TorchOptimizer | Sequence[TorchOptimizer],
     *,
     every: PositiveInt,
     over: Over = REPLICAS,
