@@ -504,6 +504,13 @@ def dtensors_around(
 # --- optimizers ---------------------------------------------------------------------------------
 
 
+def calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks may be registered for its `step`: a wrapper may not have called the
+    constructor of its base class, which makes the tables of hooks.
+    """
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
 def step_hooks(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:

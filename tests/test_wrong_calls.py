@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -328,18 +329,30 @@ def test_the_nearest_right_arguments_are_taken(world: World) -> None:
         composable.clip_grad_norm_(model, limit, np.int64(2))
         composable.clip_grad_norm_((p for p in model.parameters()), max_norm=limit)
     composable.watch(module=model, every=np.int64(2), agree=0).remove()
-    composable.PeriodicAverager(model, period=np.int32(1))
+    averager = composable.PeriodicAverager(model, period=np.uint8(1))
+    averager.step = 256  # more than the period's type holds
+    averager.average_parameters()
     composable.EMA(model, decay=1)
     assert composable.full_state_dict(compiled, dtype=torch.float16, rank0_only=False)
     composable.together(model, give_up_after=np.uint8(2))
     for prefetch, after in ((np.int64(0), True), (1, 1), (2, None)):
         composable.fully_shard(world.new(), prefetch=prefetch, reshard_after_forward=after)
+    for given in (True, False):  # `is` decides in a step
+        sharded = composable.fully_shard(world.new(), reshard_after_forward=np.bool_(given))
+        unit = composable.fully_shard.state(sharded)
+        assert unit is not None
+        assert unit.spec.reshard_after_forward is given
+        fsdp2.FSDPModule.set_reshard_after_forward(sharded, np.bool_(not given))
+        assert unit.spec.reshard_after_forward is (not given)
     for ignored in (None, "0.*", ["0.weight"], {*model[0].parameters()}, model[0],
                     nn.Parameter(torch.ones(1)), (p for p in model.parameters())):  # fmt: skip
         new = world.new()
         composable.replicate(new, ignored_params=ignored, bucket_cap_mb=1)
         composable.remove(new, "replicate")
-    composable.replicate([Block(), Block()], bucket_cap_mb=np.float64(0.5))
+    composable.replicate([Block(), Block()], bucket_cap_mb=np.float16(0.5))
+    composable.apply_optimizer_in_backward(
+        torch.optim.SGD, world.plain.parameters(), types.MappingProxyType({"lr": 0.1})
+    ).remove()
     composable.checkpoint(world.new(), policy=lambda module, more=None: isinstance(module, Block))
     composable.offload_activations(Block(), min_bytes=np.int64(0))
     assert composable.step_on_matrices(optimizer, which=lambda *parameters: False) is optimizer
@@ -347,6 +360,38 @@ def test_the_nearest_right_arguments_are_taken(world: World) -> None:
         fsdp2.FSDPModule.set_requires_gradient_sync(model, flag)
     fsdp2.FSDPModule.set_gradient_divide_factor(model, 2)
     fsdp2.register_fsdp_forward_method(model[0], "generate")
+
+
+def test_an_optimizer_in_a_wrapper_without_hooks_is_not_taken(world: World) -> None:
+    class Wrapper(torch.optim.Optimizer):  # as accelerate's
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    before = world.state()
+    for call in (composable.rebind_optimizer, composable.local_steps):
+        more: dict[str, Any] = {"every": 2} if call is composable.local_steps else {}
+        with pytest.raises(errors.ArgumentError, match=r"of a wrapper, .* the one inside"):
+            call(world.model, Wrapper(world.optimizer), **more)
+    assert world.state() == before
+
+
+def test_checks_break_no_compiled_graph(world: World) -> None:
+    torch.compiler.reset()
+    counters.clear()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def count(x: torch.Tensor) -> torch.Tensor:
+        return x * len(composable.registry(world.model))
+
+    @torch.compile(backend="eager")
+    def accumulate(x: torch.Tensor) -> torch.Tensor:
+        with composable.no_sync(world.model, enabled=False, level="replicate"):
+            return world.model(x)
+
+    assert count(torch.ones(1)) == 1
+    accumulate(torch.ones(2))
+    assert not counters["graph_break"]
+    torch.compiler.reset()
 
 
 def test_paths_are_strings_and_what_has_a_path(world: World) -> None:

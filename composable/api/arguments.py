@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable.api.mesh import MeshPlan
-from composable.checked import Takes
+from composable.checked import Takes, is_bool
 from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
@@ -208,6 +208,11 @@ def warn_of_no_offload(device: torch.device) -> None:
         )
 
 
+def reshard_after_forward_of(value: bool | int | None) -> bool | int | None:
+    """The same of Python's types, for NumPy's: it is asked by `is` whether it is True or False."""
+    return None if value is None else bool(value) if is_bool(value) else int(value)
+
+
 def ranks_after_forward(value: bool | int | None) -> int | None:
     """The number of ranks that `reshard_after_forward` says; None where it says something else."""
     return None if isinstance(value, bool) else value
@@ -224,7 +229,7 @@ def check_reshard_after_forward(plan: MeshPlan | None, value: bool | int | None)
 
 
 def bucket_bytes_of(mib: float) -> int:
-    return max(1, int(mib * (1 << 20)))
+    return max(1, int(float(mib) * (1 << 20)))  # small types of NumPy overflow
 
 
 def dim_without_padding(

@@ -75,7 +75,9 @@ def offload_activations(
     """
 
     def bracket_of(each: nn.Module) -> OffloadBracket:
-        return OffloadBracket(min_bytes, pin_memory, describe_module(each, known_fqn(each)))
+        return OffloadBracket(
+            int(min_bytes), bool(pin_memory), describe_module(each, known_fqn(each))
+        )
 
     options = {"min_bytes": min_bytes, "pin_memory": pin_memory}
     so = "there is no forward that saves anything"

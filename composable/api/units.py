@@ -262,9 +262,10 @@ def _plan(
     arguments.refuse_unknown_buffers(verb, top, precision)
     settings: dict[str, Any] = {"divisor": divisor_of(verb, options["grad_reduce"])}
     if verb == SHARD:
-        settings["reshard_after_forward"] = after = options["reshard_after_forward"]
+        after = arguments.reshard_after_forward_of(options["reshard_after_forward"])
+        settings["reshard_after_forward"] = after
         arguments.check_reshard_after_forward(mesh_plan, after)
-        settings["prefetch"] = options["prefetch"]
+        settings["prefetch"] = int(options["prefetch"])
         offload = arguments.offload_policy_of(
             verb, options["offload_policy"], device if mesh_plan is None else None
         )

@@ -10,11 +10,20 @@ from dataclasses import is_dataclass
 from itertools import chain
 from operator import is_
 from types import ModuleType
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from composable.checked import Takes
+from composable.torch_private import calls_hooks
+
+# `step` of a wrapper around an optimizer, such as accelerate's, may call no hooks of the wrapper.
+TorchOptimizer = Annotated[
+    Optimizer,
+    Takes("an Optimizer (of a wrapper, such as accelerate's, the one inside)", calls_hooks),
+]
 
 _NUMBERS: Final = (int, float, complex)
 _LEAVES: Final = (str, bytes, *_NUMBERS, type(None), torch.dtype, torch.device, torch.Size)

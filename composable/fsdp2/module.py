@@ -240,7 +240,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         """
         for unit in _sharded("set_reshard_after_forward", self, recurse):
             AUTOMATIC.discard(unit)
-            unit.set_reshard_after_forward(reshard_after_forward)
+            unit.set_reshard_after_forward(bool(reshard_after_forward))
 
     @checked
     def set_reshard_after_backward(

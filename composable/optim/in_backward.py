@@ -8,7 +8,7 @@ that it manages when the reduced gradient lands; autograd calls those of other p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, NoReturn, Self
 from weakref import WeakSet, ref
@@ -251,7 +251,7 @@ def _refuse_in_backward(what: str) -> None:
 def apply_optimizer_in_backward(
     optimizer_class: type[Optimizer],
     params: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
-    optimizer_kwargs: dict[str, Any] | None = None,
+    optimizer_kwargs: Mapping[str, Any] | None = None,
 ) -> OptimizerInBackward:
     """Let backward step parameters as soon as their gradients are reduced.
 

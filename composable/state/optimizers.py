@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
 
 from composable.checked import checked
 from composable.compilation import unwrapped
+from composable.contract.values import TorchOptimizer
 from composable.engine.edits.written import at_rest
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import label_of
@@ -26,7 +26,7 @@ from composable.torch_private import local_of, step_hooks
 
 @checked
 @torch.no_grad()
-def rebind_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
+def rebind_optimizer(module: nn.Module, optimizer: TorchOptimizer) -> None:
     """Make an optimizer hold the parameters that the model has after an annotation.
 
     The optimizer keeps its state and groups. Use this for an optimizer that you built before

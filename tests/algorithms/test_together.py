@@ -317,6 +317,9 @@ def test_a_step_that_a_rank_gives_up_is_lost_on_all_ranks_from_the_first_on(name
 
 @spmd(ranks=2)
 def test_steps_given_up_in_a_row_are_an_error_and_behind_the_scope_it_is_too_late() -> None:
+    class Unpicklable(Exception):
+        """Not found where it says that it is."""
+
     trainer, reference = Trainer(ANNOTATIONS["shards"]), Trainer(ANNOTATIONS["shards"])
     says = "a spike" if dist.get_rank() else ""
     assert trainer.step(0, says=says)
@@ -328,8 +331,11 @@ def test_steps_given_up_in_a_row_are_an_error_and_behind_the_scope_it_is_too_lat
         trainer.model(_batch(2)).sum().backward()
         step.lose("twice")
         step.lose("")
+        step.lose(Unpicklable("x"))  # type: ignore[arg-type]
     trainer.optimizer.zero_grad()
-    assert step.why == "rank 0: twice; rank 0: ; rank 1: twice; rank 1: "
+    assert step.why == "; ".join(
+        f"rank {rank}: {text}" for rank in range(2) for text in ("twice", "", "x")
+    )
     with pytest.raises(PhaseError, match=r"lose\('late'\) was called outside of the scope"):
         step.lose("late")
     assert trainer.step(3) == reference.step(3) == ""  # what is left out is no step

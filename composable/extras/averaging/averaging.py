@@ -228,7 +228,7 @@ class _Averager:
 
     def __init__(self, module: nn.Module, warmup_steps: int) -> None:
         self._model = unwrapped(module)
-        self._warmup = warmup_steps
+        self._warmup = int(warmup_steps)
         self.step = 0
 
     def _comm_now(self) -> Callable[[Unit], Comm] | None:
@@ -297,7 +297,7 @@ class PeriodicAverager(_Averager):
         over: Over = REPLICAS,
     ) -> None:
         super().__init__(module, warmup_steps)
-        self._period = period
+        self._period = int(period)
         self._over = over
         for unit in units_in(self._model, caller="PeriodicAverager"):
             self._comm_for(unit)

@@ -36,6 +36,7 @@ from composable.comm import Comm, MeshInfo, ranks_of
 from composable.comm.base import DONE, Work, cut_flat
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
+from composable.contract.values import TorchOptimizer
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
@@ -466,7 +467,7 @@ def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
 @torch.no_grad()
 def local_steps(
     module: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
+    optimizer: TorchOptimizer | Sequence[TorchOptimizer],
     *,
     every: PositiveInt,
     over: Over = REPLICAS,
@@ -533,7 +534,7 @@ def local_steps(
 
     Source: DiLoCo, https://arxiv.org/abs/2311.08105; sent early: https://arxiv.org/abs/2501.18512.
     """
-    module = unwrapped(module)
+    module, every, delay = unwrapped(module), int(every), int(delay)
     if delay >= every:
         raise AnnotationError(
             f"{_CALLER}: delay must be from 0 to every - 1 = {every - 1}, got {delay}"

@@ -282,7 +282,7 @@ class together:
                 f"together: lose({why!r}) was called outside of the scope. Ranks decide on a step"
                 " where the scope ends: call it before"
             )
-        self._said.append(why)
+        self._said.append(str(why))  # what cannot be pickled would keep the others waiting
 
     def _refuse(self) -> None:
         for unit in self._units:

@@ -147,7 +147,7 @@ def watch(
             )
     fqns = names_below(module)
     names = {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}
-    observer = RankObserver(names, every, agree, keeps=folder is not None, repeat=repeat)
+    observer = RankObserver(names, int(every), int(agree), keeps=folder is not None, repeat=repeat)
     return Watch(names, observer, action, folder)
 
 
