@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import nn
 
 from composable.api.scopes import units_in
-from composable.checked import RealDtype, checked
+from composable.checked import ELSEWHERE, RealDtype, checked
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.written import written
 from composable.engine.step.plan import planned_roots
@@ -100,7 +101,7 @@ def materialize(
 @checked
 def load(
     module: nn.Module,
-    folder: str | os.PathLike[str],
+    folder: Annotated[str | os.PathLike[str], ELSEWHERE],  # all ranks are told
     *,
     dtype: RealDtype | None = None,
     strict: bool = True,

@@ -117,7 +117,7 @@ def what_is_no_folder_no_initialiser_and_no_dtype_of_weights() -> Refusals:
     yield lambda: materialize(model, "/tmp/never"), "ArgumentError: materialize: init must be a function of 1 argument or None, got the str '/tmp/never'"
     for dtype in (torch.int32, "bfloat16"):
         yield lambda dtype=dtype: load(model, "/tmp/never", dtype=dtype), "ArgumentError: load: dtype must be a torch.dtype of floating-point numbers (such as torch.bfloat16) or None, got..."
-        yield lambda dtype=dtype: materialize(model, dtype=dtype), "UnknownArgumentError: materialize: dtype= is..."
+        yield lambda dtype=dtype: materialize(model, dtype=dtype), "ArgumentError: materialize: dtype must be a torch.dtype of floating-point numbers ..."
     yield lambda: load(model, "/tmp/never", rename={"a": "b"}), "ArgumentError: load: rename must be a function of 1 argument or None, got a dict"  # type: ignore[arg-type]
     assert all(each.is_meta and each.dtype == torch.float32 for each in model.parameters())
 
