@@ -67,7 +67,7 @@ def state_of_plain_models() -> Refusals:
                       "materialize": materialize, "load": lambda model: load(model, "/tmp/never"), "summon_full_params": lambda model: _inside(summon_full_params(model))}.items():
         yield lambda act=act: act(model), f"NotAnnotatedError: {name}: ..."
     by: Any = "layer"
-    yield lambda: describe(model, by=by), 'ValueError: describe: by=... must be "unit" or "parameter"...'
+    yield lambda: describe(model, by=by), "ArgumentError: describe: by must be 'unit' or 'parameter', got the str 'layer'"
     assert describe(model, by="unit") == describe(model)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -103,7 +104,8 @@ def by_accelerate(record: Record, folder: str) -> None:
     record.note("eval_loss", evaluate())
     accelerator.save_model(model, f"{folder}/weights")
     accelerator.wait_for_everyone()
-    loaded = LlamaForCausalLM.from_pretrained(f"{folder}/weights", config=model.config)
+    loaded = LlamaForCausalLM(model.config)  # what save_model writes is no whole folder of a model
+    loaded.load_state_dict(load_file(f"{folder}/weights/model.safetensors"))
     record.note("loaded", digest(loaded))
     accelerator.load_state(f"{folder}/state")
     train()
