@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node=4 examples/rollouts.py
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def messages(held, wanted):
     """Who sends whom what, as (from, to, part): the same list on all ranks."""
     found = []
     for to, want in wanted.items():
-        holders = {}  # replicas have the same part: one of them sends it
+        holders: dict = {}  # replicas have the same part: one of them sends it
         for rank, part in held.items():
             holders.setdefault(tuple(part), []).append(rank)
         for part, ranks in holders.items():
@@ -101,7 +102,7 @@ def transfer(source, target, trainers, receivers):
             strict=True,
         ):
             place.copy_(piece)
-        work = [dist.isend(piece, to) for to, piece in sent if to != rank]
+        work: list = [dist.isend(piece, to) for to, piece in sent if to != rank]
         arriving = [each for each in received if each[0] != rank]
         work += [dist.irecv(buffer, sender) for sender, _, buffer in arriving]
         for each in work:
@@ -128,7 +129,8 @@ def main():
     rank, trainers, receivers = dist.get_rank(), [0, 1], [2, 3]
     training, inference = DeviceMesh("cpu", trainers), DeviceMesh("cpu", receivers)
     batch = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    model = engine = None
+    model: Any = None  # on trainers
+    engine: Any = None  # on receivers
     torch.manual_seed(0)
     if rank in trainers:
         model = make_model()
@@ -148,7 +150,7 @@ def main():
 
     with torch.no_grad():
         answer = (model or engine)(batch)
-    answers = [None] * dist.get_world_size()
+    answers: list = [None] * dist.get_world_size()
     dist.all_gather_object(answers, answer)
     if rank == 0:
         same = all(torch.allclose(each, answer, atol=1e-6) for each in answers)

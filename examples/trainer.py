@@ -47,7 +47,7 @@ def main(folder):
     install(cpu=True)  # the Trainer shards by composable, where there are no accelerators, too
     args = TrainingArguments(  # makes the process group
         output_dir=folder,
-        fsdp=True,
+        fsdp=True,  # type: ignore[arg-type]  # its annotation is older than it
         per_device_train_batch_size=8,
         learning_rate=5e-3,
         max_steps=24,
@@ -75,7 +75,7 @@ def main(folder):
     trainer.remove_callback(PrinterCallback)
     trainer.train()  # it takes a model that is sharded already as it is
 
-    trainer.save_model(tuned)
+    trainer.save_model(str(tuned))
     dist.barrier()
     alone = AutoModelForCausalLM.from_pretrained(tuned)  # as any other program reads it
     words = dataset[0]["input_ids"][None]

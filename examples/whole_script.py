@@ -223,7 +223,7 @@ def main(options):
         # an iterator draws a seed for its workers: not from the numbers that dropout draws from
         generator=torch.Generator().manual_seed(SEED),
     )
-    share = DistributedSampler(held_out, shuffle=False, drop_last=True)
+    share: DistributedSampler = DistributedSampler(held_out, shuffle=False, drop_last=True)
     evaluated = DataLoader(held_out, batch_size=12, sampler=share)
 
     torch.manual_seed(SEED + 1 + rank)  # other dropout on each rank

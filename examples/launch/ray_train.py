@@ -5,6 +5,7 @@ python examples/launch/ray_train.py
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import ray.train
 import torch
@@ -30,7 +31,7 @@ def train(config):
     # of this run, where Ray has started its workers again; or of another one
     if last := ray.train.get_checkpoint() or config["checkpoint"]:
         weights, state = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": state, "step": start}
+        saved: dict[str, Any] = {"model": weights, "optimizer": state, "step": start}
         with last.as_directory() as folder:
             dcp.load(saved, checkpoint_id=folder)
         set_state_dict(
