@@ -8,7 +8,7 @@ the layers of one model in a method that is not public. Checked on transformers 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +20,7 @@ from composable.api.sync_module_states import (
     refuse_unknown_mode,
     synchronise,
 )
-from composable.checked import checked
+from composable.checked import ELSEWHERE, checked
 from composable.comm import comm_of
 from composable.comm.mesh_info import communication_device
 from composable.config import StateSync
@@ -40,7 +40,7 @@ def apply_tp_plan(
     mesh: DeviceMesh,
     *,
     experts: bool = False,
-    sync_module_states: StateSync = "check",
+    sync_module_states: Annotated[StateSync, ELSEWHERE] = "check",  # refused on all ranks
 ) -> M:
     """Make a model of transformers tensor parallel, in place, by the plan of its configuration.
 

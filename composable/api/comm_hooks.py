@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from torch import nn
 
-from composable.checked import checked
+from composable.checked import ELSEWHERE, checked
 from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.naming import find_fqn, modules_of
@@ -81,9 +81,9 @@ class CommHookHandle:
 def register_comm_hook(
     module: nn.Module | Sequence[nn.Module],
     state: Any,
-    hook: Hook,
+    hook: Annotated[Hook, ELSEWHERE],  # refused on all ranks together
     *,
-    stage: str | None = None,
+    stage: Annotated[str | None, ELSEWHERE] = None,
 ) -> CommHookHandle:
     """Let `hook` reduce gradients in place of the library.
 
