@@ -247,13 +247,13 @@ def what_cannot_step_in_backward() -> Refusals:
     fully_shard(model, policy={nn.Linear})
     apply: Any = apply_optimizer_in_backward
     for given, said in (
-        ((optim.SGD, model), "takes parameters, e.g. model.parameters(), not a Sequential"),
+        ((optim.SGD, model), "params must be parameters, e.g. model.parameters(), got a Linear"),
         ((optim.SGD, [{"params": []}]), "Call it once for each parameter group"),
         ((optim.SGD, [original]), "is not registered any more"),
-        ((optim.LBFGS, model.parameters()), "step each parameter by itself"),
-        ((nn.Linear, model.parameters()), "optimizer_class must be a class of Optimizers"),
+        ((optim.LBFGS, model.parameters()), "LBFGS steps all parameters together"),
     ):
         yield lambda given=given: apply(*given), f"OptimizerError: ...{said}..."
+    yield lambda: apply(nn.Linear, model.parameters()), "ArgumentError: apply_optimizer_in_backward: optimizer_class must be a class of Optimizers, got the class Linear"
     apply(Counting, model.parameters(), {"lr": 0.1})
     yield lambda: model(_x()).sum().backward(), "OptimizerError: ...Counting wrote 'k' to its parameter group..."
 
@@ -558,7 +558,7 @@ def accumulation_of_nothing() -> Refusals:
     model = fully_shard(nn.Linear(2, 2))
     level: Any = "replicas"
     none = "no fully sharded or replicated module in this Linear; call fully_shard(module) or replicate(module) first"
-    yield lambda: _enter(no_sync(model, level=level)), "AnnotationError: no_sync: level must be 'all' or 'replicate', got 'replicas'; did you mean 'replicate'?"
+    yield lambda: _enter(no_sync(model, level=level)), "ArgumentError: no_sync: level must be 'all' or 'replicate', got the str 'replicas'; did you mean 'replicate'?"
     yield lambda: _enter(no_sync(nn.Linear(2, 2))), f"NotAnnotatedError: no_sync: {none}"
     yield lambda: reduce_gradients(nn.Linear(2, 2)), f"NotAnnotatedError: reduce_gradients: {none}"
 

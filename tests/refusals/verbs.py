@@ -220,7 +220,10 @@ def policies_that_match_nothing() -> Refusals:
 def what_is_no_way_to_reduce() -> Refusals:
     for value in ("average", 0, -1.0, float("nan"), float("inf"), True, None):
         for verb in BOTH.values():
-            yield lambda verb=verb, value=value: verb(nn.Linear(1, 1), grad_reduce=value), "AnnotationError: ...grad_reduce must be 'mean', 'sum' or a positive number..."
+            said = "ArgumentError: ...grad_reduce must be 'mean' or 'sum' or a number..."
+            if type(value) in (int, float) and value == value:  # a number, out of its range
+                said = "AnnotationError: ...grad_reduce must be 'mean', 'sum' or a positive number..."
+            yield lambda verb=verb, value=value: verb(nn.Linear(1, 1), grad_reduce=value), said
 
 
 @row()
