@@ -101,7 +101,7 @@ def materialize(
 @checked
 def load(
     module: nn.Module,
-    folder: Annotated[str | os.PathLike[str], ELSEWHERE],  # all ranks are told
+    folder: Annotated[str | os.PathLike[str], ELSEWHERE],  # refused on all ranks together
     *,
     dtype: RealDtype | None = None,
     strict: bool = True,
