@@ -253,6 +253,7 @@ def test_the_examples_of_docstrings_run_on_two_ranks(pool: Pool) -> None:
         for entry in entries()
         if entry.name not in NOT_RUN and not entry.name.startswith("forecast.")
     ]
+    pool.stop()  # `install()` wants a process in which torch's FSDP2 has sharded nothing
     for wrong in pool.run(2, _in_a_folder, names, spoils=True):
         assert not any(wrong), "\n".join(filter(None, wrong))
 
