@@ -26,6 +26,7 @@ from composable.torch_private import Launcher, as_real, launchers, profiled
 R = TypeVar("R")
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
+Sizes = Sequence[int]
 # outputs and inputs, or what is reduced in place
 Columns = Sequence[Sequence[Tensor]]
 
@@ -139,21 +140,14 @@ class Comm(Protocol):
     All ranks launch the same collectives in the same order. A `Launch` says what one is for.
     """
 
+    rank: int
+    size: int
+    device: torch.device
+    traits: Traits
+
     @property
     def group(self) -> dist.ProcessGroup | None:
         """None: this rank alone."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def traits(self) -> Traits: ...
 
     def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
         """For each (whole, shard): fill `whole` with the `shard` of every rank, in the order of
@@ -174,12 +168,7 @@ class Comm(Protocol):
         """Sums over all ranks, times `scale`, in place. The tensors are contiguous."""
 
     def all_to_all(
-        self,
-        out: Tensor,
-        out_sizes: Sequence[int],
-        source: Tensor,
-        sizes: Sequence[int],
-        launch: Launch,
+        self, out: Tensor, out_sizes: Sizes, source: Tensor, sizes: Sizes, launch: Launch
     ) -> Work:
         """Give each rank another part of `source`, of the next of `sizes` elements: `out` becomes
         what all ranks give to this one, in the order of ranks.
@@ -309,28 +298,17 @@ class GroupComm(ABC):
         return self._launch(launch, "all_reduce", (tensors,), scale, self._start)
 
     def all_to_all(
-        self,
-        out: Tensor,
-        out_sizes: Sequence[int],
-        source: Tensor,
-        sizes: Sequence[int],
-        launch: Launch,
+        self, out: Tensor, out_sizes: Sizes, source: Tensor, sizes: Sizes, launch: Launch
     ) -> Work:
         # `_launch` is given no tensors, since ranks send different amounts
-        start = partial(self._start_to_all, out, list(out_sizes), source, list(sizes))
+        start = partial(self._start_to_all, out, out_sizes, source, sizes)
         return self._launch(launch, "all_to_all", (), 1.0, start)
 
     def _start_to_all(
-        self,
-        out: Tensor,
-        out_sizes: list[int],
-        source: Tensor,
-        sizes: list[int],
-        launch: Launch,
-        *_: Any,
+        self, out: Tensor, out_sizes: Sizes, source: Tensor, sizes: Sizes, launch: Launch, *_: Any
     ) -> Work:
         call = partial(
-            dist.all_to_all_single, out, source, out_sizes, sizes,
+            dist.all_to_all_single, out, source, list(out_sizes), list(sizes),
             group=self.group, async_op=not self.traits.on_stream,
         )  # fmt: skip
         return self._start_by(call, launch, "all_to_all", ((out,), (source,)))

@@ -19,7 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from composable.comm.base import Again, Columns, GroupComm, Traits, Work, launch_each, scale_sums
+from composable.comm.base import (
+    Again,
+    Columns,
+    GroupComm,
+    Sizes,
+    Traits,
+    Work,
+    launch_each,
+    scale_sums,
+)
 from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
 from composable.errors import CommunicationError
@@ -179,15 +188,9 @@ class PointToPointComm(GenericComm):
 
     @override
     def _start_to_all(
-        self,
-        out: Tensor,
-        out_sizes: list[int],
-        source: Tensor,
-        sizes: list[int],
-        launch: Launch,
-        *_: Any,
+        self, out: Tensor, out_sizes: Sizes, source: Tensor, sizes: Sizes, launch: Launch, *_: Any
     ) -> Work:
-        received, sent = out.split(out_sizes), source.split(sizes)
+        received, sent = out.split([*out_sizes]), source.split([*sizes])
         message = [received[peer] for peer in self._peers], [sent[peer] for peer in self._peers]
         works = self._exchange(launch, [message])
         received[self.rank].copy_(sent[self.rank])

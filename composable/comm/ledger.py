@@ -9,12 +9,11 @@ import atexit
 import json
 import logging
 import os
-import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -27,7 +26,9 @@ import torch.distributed as dist
 from composable.comm.launch import Launch
 from composable.comm.shared_launches import (
     ENTRIES,
+    Launches,
     SharedLaunches,
+    host,
     next_digest,
     shared_launches,
 )
@@ -45,9 +46,6 @@ _RULE: Final = "All ranks must run the same modules in the same order, forward a
 _FURTHER_BACK: Final = "The difference lies further back than they remember."
 
 logger = logging.getLogger("composable")
-
-# Of one rank: how many collectives it launched, and the texts of the last ones.
-Launches = tuple[int, Sequence[str]]
 
 
 @cache
@@ -87,7 +85,7 @@ class Ledger:
         self.shared: SharedLaunches | None = None
         self._has_looked = False  # for memory to share, at the first launch that is compared
         self._has_warned = False
-        self._publish("process", [_host(), os.getpid()])
+        self._publish("process", [host(), os.getpid()])
         self._publish("end", "")  # an earlier process of this rank may have left one
 
     def note(self, launch: Launch, collective: str = "", tensors: Sequence[object] = ()) -> None:
@@ -228,19 +226,10 @@ def _end_of(store: Any, rank: int) -> str:
     if store.check([said]) and (how := json.loads(store.get(said))):
         return str(how)
     if store.check([process]):
-        host, number = json.loads(store.get(process))
-        if host == _host() and _is_gone(number):
+        there, number = json.loads(store.get(process))
+        if there == host() and _is_gone(number):
             return "its process is gone, killed or ended by os._exit"
     return ""
-
-
-@cache
-def _host() -> str:
-    """Where numbers of processes mean the same."""
-    space = ""
-    with suppress(OSError):  # of systems without it
-        space = os.readlink("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {space}"
 
 
 def _is_gone(process: int) -> bool:
@@ -344,31 +333,6 @@ def compare_launches() -> None:
 @cache
 def _follow_torch() -> None:
     on_collectives(_note_of_torch)
-
-
-@contextmanager
-def launches_not_compared() -> Iterator[None]:
-    """For programs whose ranks disagree on purpose. All ranks enter it and leave it at one place of
-    the program.
-    """
-    global _compared
-    before, _compared = _compared, False
-    try:
-        yield
-    finally:
-        _compared = before
-
-
-def compared_launches() -> dict[str, tuple[int, int, list[str]]]:
-    """By group, as a key that its ranks of this host share: how many launches of this rank were
-    compared, their digest, and the texts of the last ones.
-    """
-    every = [ledger.shared for ledger in _LEDGERS.values()]
-    return {
-        each.key: (each.count, each.digest, each.last(2 * _AROUND))
-        for each in every
-        if each is not None
-    }
 
 
 def _note_of_torch(group: dist.ProcessGroup, kind: str, size: int | None) -> None:
