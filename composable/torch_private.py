@@ -561,25 +561,15 @@ def store_of(group: dist.ProcessGroup) -> Any:
     return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
 
 
-# By operator, which of its arguments is of as many bytes on all ranks; None where ranks differ.
-_COLLECTIVES: Final[dict[str, int | None]] = {
-    "allreduce_": 0,
-    "allreduce_coalesced_": 0,
-    "broadcast_": 0,
-    "reduce_": 0,
-    "allgather_": 0,
-    "_allgather_base_": 0,
-    "allgather_coalesced_": 0,
-    "allgather_into_tensor_coalesced_": 0,
-    "reduce_scatter_": 1,
-    "_reduce_scatter_base_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "alltoall_": None,
-    "alltoall_base_": None,
-    "gather_": None,
-    "scatter_": None,
-    "barrier": None,
-}
+# The collectives by their argument that is of as many bytes on all ranks; None where ranks differ.
+_COLLECTIVES: Final[dict[int | None, tuple[str, ...]]] = {
+    0: (
+        "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_",
+        "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
+    ),
+    1: ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    None: ("alltoall_", "alltoall_base_", "gather_", "scatter_", "barrier"),
+}  # fmt: skip
 _collectives: Final = torch.library.Library("c10d", "IMPL")
 
 
@@ -591,9 +581,10 @@ def on_collectives(note: Callable[[dist.ProcessGroup, str, int | None], None]) -
     pass the methods of process groups. All are operators, though. `BackendSelect` comes right
     before their kernels, also in inference mode and below autograd, and nothing else is there.
     """
-    for name, counted in _COLLECTIVES.items():
-        operator = getattr(torch.ops.c10d, name).default
-        _collectives.impl(name, _noted(operator, counted, note), "BackendSelect", with_keyset=True)
+    for counted, names in _COLLECTIVES.items():
+        for name in names:
+            noted = _noted(getattr(torch.ops.c10d, name).default, counted, note)
+            _collectives.impl(name, noted, "BackendSelect", with_keyset=True)
 
 
 def _noted(operator: Any, counted: int | None, note: Callable[..., None]) -> Any:

@@ -208,10 +208,6 @@ class Ledger:
                         missing.remove(rank)
                 time.sleep(0.05)
 
-    def tell_end(self, how: str) -> None:
-        """The process of this rank is about to end."""
-        self._publish("end", how)
-
     def _publish(self, what: str, value: object) -> None:
         group = self._group()
         store = None if group is None else store_of(group)
@@ -315,7 +311,7 @@ def _tell_ends() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # that was printed
     said = f"by {type(error).__name__}: {first_line(error)}" if error else "without an error"
     for ledger in list(_LEDGERS.values()):
-        ledger.tell_end(said)
+        ledger._publish("end", said)
 
 
 _compared = False  # whether launches are compared now
