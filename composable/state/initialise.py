@@ -39,7 +39,7 @@ from composable.state.whole import (
     write_whole,
 )
 from composable.tensors.dtensors import whole_of
-from composable.torch_private import local_tensor
+from composable.torch_private import local_tensor, storage_key
 
 Init = Callable[[nn.Module], object]
 Touch = Callable[[Tensor, bool], None]
@@ -352,4 +352,4 @@ def _free(whole: _Whole) -> None:
 
 def _storage(tensor: Tensor) -> int:
     tensor = local_tensor(tensor)
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
+    return storage_key(tensor) if tensor.layout is torch.strided else 0
