@@ -453,30 +453,37 @@ def parameter_around(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
     return tensor  # type: ignore[return-value]
 
 
-def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = None) -> DTensor:
-    """A `DTensor` around `local` with the mesh, placements and global shape of `like`, whose local
-    tensor has the same shape, strides and dtype. `device` is what it reports, if that is not the
-    device of `local`.
-
-    `DTensor.from_local` computes in 50 us what `like` knows; this takes 5 us.
-    """
-    with torch.inference_mode(False):
-        stand_in = local.new_empty(0, device=local.device if device is None else device)
-        (made,) = dtensors_around([local], [like._spec], stand_in)
-        return made
-
-
-def spec_of(
+def wrap(
+    local: Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shape: torch.Size,
     stride: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Any:
-    """The `_spec` of a DTensor. Public is only `DTensor.from_local`, which moves a local tensor to
-    the device of the mesh, and is an operation to autograd.
+    device: torch.device | None = None,
+) -> DTensor:
+    """A `DTensor` around `local`, without a collective. `device` is what it reports, if that is not
+    the device of `local`.
+
+    Public is only `DTensor.from_local`, which moves a local tensor to the device of the mesh, and
+    is an operation to autograd.
     """
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+    meta = TensorMeta(shape, stride, local.dtype)
+    with torch.inference_mode(False):
+        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+        stand_in = torch.empty(0, dtype=local.dtype, device=device or local.device)
+        (made,) = dtensors_around([local], [spec], stand_in)
+        return made
+
+
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+    """A `DTensor` around `local` with the mesh, placements and global shape of `like`, whose local
+    tensor has the same shape, strides and dtype.
+
+    `DTensor.from_local` computes in 50 us what `like` knows; this takes 5 us.
+    """
+    with torch.inference_mode(False):
+        (made,) = dtensors_around([local], [like._spec], local.new_empty(0))
+        return made
 
 
 # `DTensor.__init__` does nothing, behind two decorators that take most of the 12 us of a
