@@ -17,7 +17,7 @@ from composable.checked import checked
 from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
-from composable.contract.tree import Place
+from composable.contract.tree import registered_parameters
 from composable.engine.edits.written import show_again, written
 from composable.engine.params.param import holds_unreduced, keep_gradients_in
 from composable.engine.step.unit import RANK0_ONLY, Unit
@@ -179,11 +179,10 @@ def _hide(
     """
     wholes = {id(each.whole): each.managed for each in shown}
     tied = []
-    for prefix, below in module.named_modules():
-        for name, parameter in below._parameters.items():
-            owner = wholes.get(id(parameter))
-            if owner is not None and Place(below, name) not in owner.param.info.places:
-                tied.append(f"'{f'{prefix}.{name}'.lstrip('.')}' was tied to '{owner.fqn}'")
+    for place, parameter in registered_parameters(module, stop=()):
+        owner = wholes.get(id(parameter))
+        if owner is not None and place not in owner.param.info.places:
+            tied.append(f"'{place.fqn}' was tied to '{owner.fqn}'")
     for each in managed:
         for place in each.param.info.places:
             if id(place.registered) in wholes:
