@@ -10,6 +10,7 @@ collectives are faster.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -40,23 +41,15 @@ from composable.torch_private import profiled
 _FIRST_TAG: Final = 1 << 30
 
 
+@dataclass(eq=False, slots=True)
 class _HostWork:
     """The works of one collective, and what is left to do on this rank when they are complete."""
 
-    __slots__ = ("_comm", "_failure", "_finish", "_launch", "_works")
-
-    def __init__(
-        self,
-        comm: GenericComm,
-        launch: Launch,
-        works: list[Any],
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._comm = comm
-        self._launch = launch
-        self._works = works
-        self._finish = finish
-        self._failure = ""
+    _comm: GenericComm
+    _launch: Launch
+    _works: list[Any]
+    _finish: Callable[[], None] | None = None
+    _failure: str = ""
 
     def wait(self) -> None:
         if self._failure:
