@@ -323,9 +323,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, before) if is_own else delattr(owner, name)
 
 
-def on_resize(
-    note: Callable[[torch.UntypedStorage, int], None],
-) -> AbstractContextManager[None]:
+def on_resize(note: Callable[[torch.UntypedStorage, int], None]) -> AbstractContextManager[None]:
     """In the body `note(storage, before)` is called when a storage of `before` bytes was resized by
     Python: that is no operator, so that dispatch modes do not see it.
     """

@@ -24,14 +24,7 @@ from zlib import crc32
 import torch.distributed as dist
 
 from composable.comm.launch import Launch
-from composable.comm.shared_launches import (
-    ENTRIES,
-    Launches,
-    SharedLaunches,
-    host,
-    next_digest,
-    shared_launches,
-)
+from composable.comm.shared_launches import ENTRIES, Launches, SharedLaunches, host, shared_launches
 from composable.errors import RanksDisagreeError, few, first_line
 from composable.torch_private import bytes_in, on_collectives, store_of
 
@@ -102,7 +95,7 @@ class Ledger:
         self.count += 1
         self.texts.append(launch.text)
         if _compared:
-            self.digest = next_digest(self.digest, launch.text)
+            self.digest = crc32(f"{launch.text}\n".encode(), self.digest)
             said = [collective] if collective else []
             said += [f"{max(map(bytes_in, tensors))} bytes"] if tensors else []
             self.compare_on_host(f"{launch} ({', '.join(said)})" if said else launch.text)

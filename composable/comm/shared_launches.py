@@ -38,14 +38,9 @@ _TEXT: Final = 174
 _ENTRY: Final = struct.Struct(f"=qQH{_TEXT}s")  # number, digest, length of the text, text
 _HEADER: Final = 64
 _KEY_BYTES: Final = 16
-_DIGEST_BITS: Final = (1 << 62) - 1
 
 # Of one rank: how many collectives it launched, and the texts of the last ones.
 Launches = tuple[int, Sequence[str]]
-
-
-def next_digest(digest: int, text: str) -> int:
-    return (digest * 1_000_003 ^ crc32(text.encode())) & _DIGEST_BITS  # travels as an int64
 
 
 class SharedLaunches:
@@ -76,8 +71,8 @@ class SharedLaunches:
         with self._lock:
             text = _fitting(text)
             self.count += 1
-            self.digest = next_digest(self.digest, text)
             encoded = text.encode()
+            self.digest = crc32(encoded + b"\n", self.digest)
             at = self._entry(self._rank, self.count)
             # First the entry, then its number, then the count: others read them the other way.
             _NUMBER.pack_into(self._memory, at, 0)

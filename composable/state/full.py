@@ -55,10 +55,7 @@ class Streamed:
 
 @checked
 def stream_full(
-    module: nn.Module,
-    *,
-    dtype: RealDtype | None = None,
-    since: Streamed | None = None,
+    module: nn.Module, *, dtype: RealDtype | None = None, since: Streamed | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time.
 
