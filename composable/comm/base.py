@@ -280,10 +280,7 @@ class GroupComm(ABC):
     def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
         if not pairs:
             return DONE
-        if isinstance(pairs, Again):
-            start = partial(self._start_again, pairs)
-            return self._launch(launch, "all_gather", pairs.columns, 1.0, start)
-        columns = tuple(zip(*pairs, strict=True))
+        columns = pairs.columns if isinstance(pairs, Again) else tuple(zip(*pairs, strict=True))
         return self._launch(launch, "all_gather", columns, 1.0, self._start)
 
     def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
@@ -318,12 +315,6 @@ class GroupComm(ABC):
         """Launch collectives of one kind, a key of `launchers`, for outputs and inputs, or for what
         is reduced in place.
         """
-
-    def _start_again(
-        self, pairs: Again, launch: Launch, collective: str, tensors: Columns, scale: float
-    ) -> Work:
-        """Launch an all-gather of tensors that are the same in each step."""
-        return self._start(launch, collective, tensors, scale)
 
     def launched_by(
         self, call: Callable[[], Any], collective: str, launch: Launch, tensors: Columns

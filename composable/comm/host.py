@@ -24,6 +24,7 @@ from composable.comm.base import (
     Again,
     Columns,
     GroupComm,
+    Pairs,
     Sizes,
     Traits,
     Work,
@@ -130,9 +131,12 @@ class PointToPointComm(GenericComm):
         return super()._start(launch, collective, tensors, scale)
 
     @override
-    def _start_again(self, pairs: Again, launch: Launch, *_: Any) -> Work:
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
+        if not pairs or not isinstance(pairs, Again):
+            return super().all_gather(pairs, launch)
         plan = pairs.plans.get(self) or pairs.keep_plan(self, self._gathers(pairs))
-        return self._all_gather(plan, launch)
+        start = partial(self._all_gather, plan)
+        return self._launch(launch, "all_gather", pairs.columns, 1.0, start)
 
     def _gathers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> _Gathers:
         split = [(whole.split(shard.numel()), shard) for whole, shard in pairs if shard.numel()]
@@ -145,7 +149,7 @@ class PointToPointComm(GenericComm):
             [shard for _, shard in split],
         )
 
-    def _all_gather(self, planned: _Gathers, launch: Launch) -> Work:
+    def _all_gather(self, planned: _Gathers, launch: Launch, *_: Any) -> Work:
         works = self._exchange(launch, planned.messages)
         if planned.own:
             torch._foreach_copy_(planned.own, planned.shards)
