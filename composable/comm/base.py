@@ -140,14 +140,21 @@ class Comm(Protocol):
     All ranks launch the same collectives in the same order. A `Launch` says what one is for.
     """
 
-    rank: int
-    size: int
-    device: torch.device
-    traits: Traits
-
     @property
     def group(self) -> dist.ProcessGroup | None:
         """None: this rank alone."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def traits(self) -> Traits: ...
 
     def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
         """For each (whole, shard): fill `whole` with the `shard` of every rank, in the order of
