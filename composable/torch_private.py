@@ -323,9 +323,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, before) if is_own else delattr(owner, name)
 
 
-def on_resize(
-    note: Callable[[torch.UntypedStorage, int], None],
-) -> AbstractContextManager[None]:
+def on_resize(note: Callable[[torch.UntypedStorage, int], None]) -> AbstractContextManager[None]:
     """In the body `note(storage, before)` is called when a storage of `before` bytes was resized by
     Python: that is no operator, so that dispatch modes do not see it.
     """
@@ -453,30 +451,37 @@ def parameter_around(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
     return tensor  # type: ignore[return-value]
 
 
-def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = None) -> DTensor:
-    """A `DTensor` around `local` with the mesh, placements and global shape of `like`, whose local
-    tensor has the same shape, strides and dtype. `device` is what it reports, if that is not the
-    device of `local`.
-
-    `DTensor.from_local` computes in 50 us what `like` knows; this takes 5 us.
-    """
-    with torch.inference_mode(False):
-        stand_in = local.new_empty(0, device=local.device if device is None else device)
-        (made,) = dtensors_around([local], [like._spec], stand_in)
-        return made
-
-
-def spec_of(
+def wrap(
+    local: Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shape: torch.Size,
     stride: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Any:
-    """The `_spec` of a DTensor. Public is only `DTensor.from_local`, which moves a local tensor to
-    the device of the mesh, and is an operation to autograd.
+    device: torch.device | None = None,
+) -> DTensor:
+    """A `DTensor` around `local`, without a collective. `device` is what it reports, if that is not
+    the device of `local`.
+
+    Public is only `DTensor.from_local`, which moves a local tensor to the device of the mesh, and
+    is an operation to autograd.
     """
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+    meta = TensorMeta(shape, stride, local.dtype)
+    with torch.inference_mode(False):
+        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+        stand_in = torch.empty(0, dtype=local.dtype, device=device or local.device)
+        (made,) = dtensors_around([local], [spec], stand_in)
+        return made
+
+
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+    """A `DTensor` around `local` with the mesh, placements and global shape of `like`, whose local
+    tensor has the same shape, strides and dtype.
+
+    `DTensor.from_local` computes in 50 us what `like` knows; this takes 5 us.
+    """
+    with torch.inference_mode(False):
+        (made,) = dtensors_around([local], [like._spec], local.new_empty(0))
+        return made
 
 
 # `DTensor.__init__` does nothing, behind two decorators that take most of the 12 us of a
@@ -561,25 +566,15 @@ def store_of(group: dist.ProcessGroup) -> Any:
     return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
 
 
-# By operator, which of its arguments is of as many bytes on all ranks; None where ranks differ.
-_COLLECTIVES: Final[dict[str, int | None]] = {
-    "allreduce_": 0,
-    "allreduce_coalesced_": 0,
-    "broadcast_": 0,
-    "reduce_": 0,
-    "allgather_": 0,
-    "_allgather_base_": 0,
-    "allgather_coalesced_": 0,
-    "allgather_into_tensor_coalesced_": 0,
-    "reduce_scatter_": 1,
-    "_reduce_scatter_base_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "alltoall_": None,
-    "alltoall_base_": None,
-    "gather_": None,
-    "scatter_": None,
-    "barrier": None,
-}
+# The collectives by their argument that is of as many bytes on all ranks; None where ranks differ.
+_COLLECTIVES: Final[dict[int | None, tuple[str, ...]]] = {
+    0: (
+        "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_",
+        "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
+    ),
+    1: ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    None: ("alltoall_", "alltoall_base_", "gather_", "scatter_", "barrier"),
+}  # fmt: skip
 _collectives: Final = torch.library.Library("c10d", "IMPL")
 
 
@@ -591,9 +586,10 @@ def on_collectives(note: Callable[[dist.ProcessGroup, str, int | None], None]) -
     pass the methods of process groups. All are operators, though. `BackendSelect` comes right
     before their kernels, also in inference mode and below autograd, and nothing else is there.
     """
-    for name, counted in _COLLECTIVES.items():
-        operator = getattr(torch.ops.c10d, name).default
-        _collectives.impl(name, _noted(operator, counted, note), "BackendSelect", with_keyset=True)
+    for counted, names in _COLLECTIVES.items():
+        for name in names:
+            noted = _noted(getattr(torch.ops.c10d, name).default, counted, note)
+            _collectives.impl(name, noted, "BackendSelect", with_keyset=True)
 
 
 def _noted(operator: Any, counted: int | None, note: Callable[..., None]) -> Any:

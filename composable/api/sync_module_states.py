@@ -127,7 +127,7 @@ def synchronise(
         return
     entries: list[Managed[Any]] = [*parameters, *buffers]
     together = [entry for entry in entries if id(entry.tensor) not in apart]
-    values = fingerprints([entry.tensor for entry in together]) if mode == "check" else []
+    values = digests_as_ints([entry.tensor for entry in together]) if mode == "check" else []
     on_meta = [entry.tensor.is_meta for entry in entries]
     treated = [f"for '{each.fqn}' {text}" for each, text in zip(parameters, treatment, strict=True)]
     mine = {
@@ -180,16 +180,6 @@ def _difference(verb: str, said: Sequence[Any]) -> str:
                     f" {other} has {row[other]}. {cure}."
                 )
     raise AssertionError("digests differ, so there is a difference")
-
-
-# --- fingerprints -------------------------------------------------------------------------------
-
-
-def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """Numbers that are the same for equal values and hardly ever for different ones; the position
-    of values counts. Waits for each device once.
-    """
-    return digests_as_ints(list(map(plain_parts, tensors)))
 
 
 # --- broadcast ----------------------------------------------------------------------------------

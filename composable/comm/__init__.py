@@ -21,53 +21,31 @@ tensor-parallel ones are redistributed, and those in the graphs of compiled auto
 | `SuppliedComm`     | one message of another one, in memory that somebody supplies |
 """
 
-from composable.comm.accelerator import AcceleratorComm
-from composable.comm.base import Comm, Traits, Work, backend_of, observe_launches
-from composable.comm.choose import (
-    comm_of,
-    comms_wrapped_by,
-    group_of_all,
-    is_distributed,
-    notification_sum,
-    ranks_of,
-    reduce_numbers,
-    subgroup_of,
-    world_group,
-)
-from composable.comm.host import GenericComm, PointToPointComm
-from composable.comm.launch import Launch, LaunchKind
-from composable.comm.ledger import Ledger, debug_enabled, ledger_of
-from composable.comm.local import LocalComm
-from composable.comm.mesh_info import MeshInfo, mesh_info_of_replicas, mesh_info_of_shards
-from composable.comm.supplied import SuppliedComm, with_symmetric_memory
-
-__all__ = [
-    "AcceleratorComm",
-    "Comm",
-    "GenericComm",
-    "Launch",
-    "LaunchKind",
-    "Ledger",
-    "LocalComm",
-    "MeshInfo",
-    "PointToPointComm",
-    "SuppliedComm",
-    "Traits",
-    "Work",
-    "backend_of",
-    "comm_of",
-    "comms_wrapped_by",
-    "debug_enabled",
-    "group_of_all",
-    "is_distributed",
-    "ledger_of",
-    "mesh_info_of_replicas",
-    "mesh_info_of_shards",
-    "notification_sum",
-    "observe_launches",
-    "ranks_of",
-    "reduce_numbers",
-    "subgroup_of",
-    "with_symmetric_memory",
-    "world_group",
-]
+from composable.comm.accelerator import AcceleratorComm as AcceleratorComm
+from composable.comm.base import Comm as Comm
+from composable.comm.base import Traits as Traits
+from composable.comm.base import Work as Work
+from composable.comm.base import backend_of as backend_of
+from composable.comm.base import observe_launches as observe_launches
+from composable.comm.choose import comm_of as comm_of
+from composable.comm.choose import comms_wrapped_by as comms_wrapped_by
+from composable.comm.choose import group_of_all as group_of_all
+from composable.comm.choose import is_distributed as is_distributed
+from composable.comm.choose import notification_sum as notification_sum
+from composable.comm.choose import ranks_of as ranks_of
+from composable.comm.choose import reduce_numbers as reduce_numbers
+from composable.comm.choose import subgroup_of as subgroup_of
+from composable.comm.choose import world_group as world_group
+from composable.comm.host import GenericComm as GenericComm
+from composable.comm.host import PointToPointComm as PointToPointComm
+from composable.comm.launch import Launch as Launch
+from composable.comm.launch import LaunchKind as LaunchKind
+from composable.comm.ledger import Ledger as Ledger
+from composable.comm.ledger import debug_enabled as debug_enabled
+from composable.comm.ledger import ledger_of as ledger_of
+from composable.comm.local import LocalComm as LocalComm
+from composable.comm.mesh_info import MeshInfo as MeshInfo
+from composable.comm.mesh_info import mesh_info_of_replicas as mesh_info_of_replicas
+from composable.comm.mesh_info import mesh_info_of_shards as mesh_info_of_shards
+from composable.comm.supplied import SuppliedComm as SuppliedComm
+from composable.comm.supplied import with_symmetric_memory as with_symmetric_memory

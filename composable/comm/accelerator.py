@@ -5,6 +5,7 @@ own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
 
@@ -21,17 +22,15 @@ from composable.torch_private import Launcher, cannot_coalesce
 ON_ACCELERATOR: Final = Traits(direct_bytes=1 << 20, max_direct=32, align=16, on_stream=True)
 
 
+@dataclass(eq=False, slots=True)
 class _StreamWork:
     """Collectives on a stream. To wait orders the current stream, and does not hold up the host."""
 
-    __slots__ = ("_kept", "_launch", "_mark")
-
-    def __init__(self, mark: Mark, launch: Launch, kept: object) -> None:
-        self._mark = mark
-        self._launch = launch
-        # Memory that the stream uses must not be freed before the compute stream waits, see Note
-        # [Stream discipline].
-        self._kept = kept
+    _mark: Mark
+    _launch: Launch
+    # Memory that the stream uses must not be freed before the compute stream waits, see Note
+    # [Stream discipline].
+    _kept: object
 
     def wait(self) -> None:
         with range_label(self._launch.text, "wait for the "):

@@ -26,6 +26,7 @@ from composable.torch_private import Launcher, as_real, launchers, profiled
 R = TypeVar("R")
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
+Sizes = Sequence[int]
 # outputs and inputs, or what is reduced in place
 Columns = Sequence[Sequence[Tensor]]
 
@@ -174,12 +175,7 @@ class Comm(Protocol):
         """Sums over all ranks, times `scale`, in place. The tensors are contiguous."""
 
     def all_to_all(
-        self,
-        out: Tensor,
-        out_sizes: Sequence[int],
-        source: Tensor,
-        sizes: Sequence[int],
-        launch: Launch,
+        self, out: Tensor, out_sizes: Sizes, source: Tensor, sizes: Sizes, launch: Launch
     ) -> Work:
         """Give each rank another part of `source`, of the next of `sizes` elements: `out` becomes
         what all ranks give to this one, in the order of ranks.
@@ -291,10 +287,7 @@ class GroupComm(ABC):
     def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
         if not pairs:
             return DONE
-        if isinstance(pairs, Again):
-            start = partial(self._start_again, pairs)
-            return self._launch(launch, "all_gather", pairs.columns, 1.0, start)
-        columns = tuple(zip(*pairs, strict=True))
+        columns = pairs.columns if isinstance(pairs, Again) else tuple(zip(*pairs, strict=True))
         return self._launch(launch, "all_gather", columns, 1.0, self._start)
 
     def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
@@ -309,28 +302,17 @@ class GroupComm(ABC):
         return self._launch(launch, "all_reduce", (tensors,), scale, self._start)
 
     def all_to_all(
-        self,
-        out: Tensor,
-        out_sizes: Sequence[int],
-        source: Tensor,
-        sizes: Sequence[int],
-        launch: Launch,
+        self, out: Tensor, out_sizes: Sizes, source: Tensor, sizes: Sizes, launch: Launch
     ) -> Work:
         # `_launch` is given no tensors, since ranks send different amounts
-        start = partial(self._start_to_all, out, list(out_sizes), source, list(sizes))
+        start = partial(self._start_to_all, out, out_sizes, source, sizes)
         return self._launch(launch, "all_to_all", (), 1.0, start)
 
     def _start_to_all(
-        self,
-        out: Tensor,
-        out_sizes: list[int],
-        source: Tensor,
-        sizes: list[int],
-        launch: Launch,
-        *_: Any,
+        self, out: Tensor, out_sizes: Sizes, source: Tensor, sizes: Sizes, launch: Launch, *_: Any
     ) -> Work:
         call = partial(
-            dist.all_to_all_single, out, source, out_sizes, sizes,
+            dist.all_to_all_single, out, source, list(out_sizes), list(sizes),
             group=self.group, async_op=not self.traits.on_stream,
         )  # fmt: skip
         return self._start_by(call, launch, "all_to_all", ((out,), (source,)))
@@ -340,12 +322,6 @@ class GroupComm(ABC):
         """Launch collectives of one kind, a key of `launchers`, for outputs and inputs, or for what
         is reduced in place.
         """
-
-    def _start_again(
-        self, pairs: Again, launch: Launch, collective: str, tensors: Columns, scale: float
-    ) -> Work:
-        """Launch an all-gather of tensors that are the same in each step."""
-        return self._start(launch, collective, tensors, scale)
 
     def launched_by(
         self, call: Callable[[], Any], collective: str, launch: Launch, tensors: Columns

@@ -10,6 +10,7 @@ collectives are faster.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -19,7 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from composable.comm.base import Again, Columns, GroupComm, Traits, Work, launch_each, scale_sums
+from composable.comm.base import (
+    Again,
+    Columns,
+    GroupComm,
+    Pairs,
+    Sizes,
+    Traits,
+    Work,
+    launch_each,
+    scale_sums,
+)
 from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
 from composable.errors import CommunicationError
@@ -31,23 +42,15 @@ from composable.torch_private import profiled
 _FIRST_TAG: Final = 1 << 30
 
 
+@dataclass(eq=False, slots=True)
 class _HostWork:
     """The works of one collective, and what is left to do on this rank when they are complete."""
 
-    __slots__ = ("_comm", "_failure", "_finish", "_launch", "_works")
-
-    def __init__(
-        self,
-        comm: GenericComm,
-        launch: Launch,
-        works: list[Any],
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._comm = comm
-        self._launch = launch
-        self._works = works
-        self._finish = finish
-        self._failure = ""
+    _comm: GenericComm
+    _launch: Launch
+    _works: list[Any]
+    _finish: Callable[[], None] | None = None
+    _failure: str = ""
 
     def wait(self) -> None:
         if self._failure:
@@ -128,9 +131,12 @@ class PointToPointComm(GenericComm):
         return super()._start(launch, collective, tensors, scale)
 
     @override
-    def _start_again(self, pairs: Again, launch: Launch, *_: Any) -> Work:
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
+        if not pairs or not isinstance(pairs, Again):
+            return super().all_gather(pairs, launch)
         plan = pairs.plans.get(self) or pairs.keep_plan(self, self._gathers(pairs))
-        return self._all_gather(plan, launch)
+        start = partial(self._all_gather, plan)
+        return self._launch(launch, "all_gather", pairs.columns, 1.0, start)
 
     def _gathers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> _Gathers:
         split = [(whole.split(shard.numel()), shard) for whole, shard in pairs if shard.numel()]
@@ -143,7 +149,7 @@ class PointToPointComm(GenericComm):
             [shard for _, shard in split],
         )
 
-    def _all_gather(self, planned: _Gathers, launch: Launch) -> Work:
+    def _all_gather(self, planned: _Gathers, launch: Launch, *_: Any) -> Work:
         works = self._exchange(launch, planned.messages)
         if planned.own:
             torch._foreach_copy_(planned.own, planned.shards)
@@ -179,15 +185,9 @@ class PointToPointComm(GenericComm):
 
     @override
     def _start_to_all(
-        self,
-        out: Tensor,
-        out_sizes: list[int],
-        source: Tensor,
-        sizes: list[int],
-        launch: Launch,
-        *_: Any,
+        self, out: Tensor, out_sizes: Sizes, source: Tensor, sizes: Sizes, launch: Launch, *_: Any
     ) -> Work:
-        received, sent = out.split(out_sizes), source.split(sizes)
+        received, sent = out.split([*out_sizes]), source.split([*sizes])
         message = [received[peer] for peer in self._peers], [sent[peer] for peer in self._peers]
         works = self._exchange(launch, [message])
         received[self.rank].copy_(sent[self.rank])

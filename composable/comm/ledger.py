@@ -9,12 +9,11 @@ import atexit
 import json
 import logging
 import os
-import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -25,12 +24,7 @@ from zlib import crc32
 import torch.distributed as dist
 
 from composable.comm.launch import Launch
-from composable.comm.shared_launches import (
-    ENTRIES,
-    SharedLaunches,
-    next_digest,
-    shared_launches,
-)
+from composable.comm.shared_launches import ENTRIES, Launches, SharedLaunches, host, shared_launches
 from composable.errors import RanksDisagreeError, few, first_line
 from composable.torch_private import bytes_in, on_collectives, store_of
 
@@ -45,9 +39,6 @@ _RULE: Final = "All ranks must run the same modules in the same order, forward a
 _FURTHER_BACK: Final = "The difference lies further back than they remember."
 
 logger = logging.getLogger("composable")
-
-# Of one rank: how many collectives it launched, and the texts of the last ones.
-Launches = tuple[int, Sequence[str]]
 
 
 @cache
@@ -87,7 +78,7 @@ class Ledger:
         self.shared: SharedLaunches | None = None
         self._has_looked = False  # for memory to share, at the first launch that is compared
         self._has_warned = False
-        self._publish("process", [_host(), os.getpid()])
+        self._publish("process", [host(), os.getpid()])
         self._publish("end", "")  # an earlier process of this rank may have left one
 
     def note(self, launch: Launch, collective: str = "", tensors: Sequence[object] = ()) -> None:
@@ -104,7 +95,7 @@ class Ledger:
         self.count += 1
         self.texts.append(launch.text)
         if _compared:
-            self.digest = next_digest(self.digest, launch.text)
+            self.digest = crc32(f"{launch.text}\n".encode(), self.digest)
             said = [collective] if collective else []
             said += [f"{max(map(bytes_in, tensors))} bytes"] if tensors else []
             self.compare_on_host(f"{launch} ({', '.join(said)})" if said else launch.text)
@@ -210,10 +201,6 @@ class Ledger:
                         missing.remove(rank)
                 time.sleep(0.05)
 
-    def tell_end(self, how: str) -> None:
-        """The process of this rank is about to end."""
-        self._publish("end", how)
-
     def _publish(self, what: str, value: object) -> None:
         group = self._group()
         store = None if group is None else store_of(group)
@@ -228,19 +215,10 @@ def _end_of(store: Any, rank: int) -> str:
     if store.check([said]) and (how := json.loads(store.get(said))):
         return str(how)
     if store.check([process]):
-        host, number = json.loads(store.get(process))
-        if host == _host() and _is_gone(number):
+        there, number = json.loads(store.get(process))
+        if there == host() and _is_gone(number):
             return "its process is gone, killed or ended by os._exit"
     return ""
-
-
-@cache
-def _host() -> str:
-    """Where numbers of processes mean the same."""
-    space = ""
-    with suppress(OSError):  # of systems without it
-        space = os.readlink("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {space}"
 
 
 def _is_gone(process: int) -> bool:
@@ -326,7 +304,7 @@ def _tell_ends() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # that was printed
     said = f"by {type(error).__name__}: {first_line(error)}" if error else "without an error"
     for ledger in list(_LEDGERS.values()):
-        ledger.tell_end(said)
+        ledger._publish("end", said)
 
 
 _compared = False  # whether launches are compared now
@@ -344,31 +322,6 @@ def compare_launches() -> None:
 @cache
 def _follow_torch() -> None:
     on_collectives(_note_of_torch)
-
-
-@contextmanager
-def launches_not_compared() -> Iterator[None]:
-    """For programs whose ranks disagree on purpose. All ranks enter it and leave it at one place of
-    the program.
-    """
-    global _compared
-    before, _compared = _compared, False
-    try:
-        yield
-    finally:
-        _compared = before
-
-
-def compared_launches() -> dict[str, tuple[int, int, list[str]]]:
-    """By group, as a key that its ranks of this host share: how many launches of this rank were
-    compared, their digest, and the texts of the last ones.
-    """
-    every = [ledger.shared for ledger in _LEDGERS.values()]
-    return {
-        each.key: (each.count, each.digest, each.last(2 * _AROUND))
-        for each in every
-        if each is not None
-    }
 
 
 def _note_of_torch(group: dist.ProcessGroup, kind: str, size: int | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from composable.comm.accelerator import ON_ACCELERATOR
-from composable.comm.base import DONE, Pairs, Traits, Work, scale_sums
+from composable.comm.base import DONE, Pairs, Sizes, Traits, Work, scale_sums
 from composable.comm.launch import Launch
 from composable.memory.streams import has_streams, range_label
 
@@ -44,12 +44,7 @@ class LocalComm:
         return DONE
 
     def all_to_all(
-        self,
-        out: Tensor,
-        out_sizes: Sequence[int],
-        source: Tensor,
-        sizes: Sequence[int],
-        launch: Launch,
+        self, out: Tensor, out_sizes: Sizes, source: Tensor, sizes: Sizes, launch: Launch
     ) -> Work:
         out.copy_(source)
         return DONE

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -36,14 +38,9 @@ _TEXT: Final = 174
 _ENTRY: Final = struct.Struct(f"=qQH{_TEXT}s")  # number, digest, length of the text, text
 _HEADER: Final = 64
 _KEY_BYTES: Final = 16
-_DIGEST_BITS: Final = (1 << 62) - 1
 
 # Of one rank: how many collectives it launched, and the texts of the last ones.
-Launches = tuple[int, list[str]]
-
-
-def next_digest(digest: int, text: str) -> int:
-    return (digest * 1_000_003 ^ crc32(text.encode())) & _DIGEST_BITS  # travels as an int64
+Launches = tuple[int, Sequence[str]]
 
 
 class SharedLaunches:
@@ -74,8 +71,8 @@ class SharedLaunches:
         with self._lock:
             text = _fitting(text)
             self.count += 1
-            self.digest = next_digest(self.digest, text)
             encoded = text.encode()
+            self.digest = crc32(encoded + b"\n", self.digest)
             at = self._entry(self._rank, self.count)
             # First the entry, then its number, then the count: others read them the other way.
             _NUMBER.pack_into(self._memory, at, 0)
@@ -111,15 +108,12 @@ class SharedLaunches:
         return True
 
     def _found(self, until: int) -> dict[int, Launches]:
-        found = {}
+        found: dict[int, Launches] = {}
         for rank in sorted([self._rank, *self._agreed]):
             count: int = _NUMBER.unpack_from(self._memory, self._row(rank))[0]
             if count >= until:
                 found[rank] = (count, self._texts(rank, count, ENTRIES))
         return found
-
-    def last(self, number: int) -> list[str]:
-        return self._texts(self._rank, self.count, number)
 
     def _texts(self, rank: int, count: int, number: int) -> list[str]:
         texts: list[str] = []
@@ -166,7 +160,7 @@ def shared_launches(group: dist.ProcessGroup) -> SharedLaunches | None:
         rank = dist.get_rank(group)
         # A group that was destroyed and made again may find the keys of the one before.
         turn = store.add(f"composable/launches/{rank}", 1)
-        return _opened(store, f"composable/launches/{_host()}/{turn}", rank, size)
+        return _opened(store, f"composable/launches/{host()}/{turn}", rank, size)
     return None
 
 
@@ -200,7 +194,11 @@ def _opened(store: object, key: str, rank: int, size: int) -> SharedLaunches | N
 
 
 @cache
-def _host() -> str:
-    """Where processes can open each other's memory: one kernel, and one space of process ids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+def host() -> str:
+    """Where numbers of processes mean the same, and processes can open each other's memory: one
+    kernel, and one space of process ids.
+    """
+    with suppress(OSError):  # of systems without it
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return socket.gethostname()

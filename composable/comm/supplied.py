@@ -15,7 +15,7 @@ copies in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,15 +39,13 @@ class Memory(Protocol):
     ) -> Tensor: ...
 
 
+@dataclass(eq=False, slots=True)
 class _Landing:
     """A message in flight, whose memory it holds; `land` copies out what came."""
 
-    __slots__ = ("_held", "_land", "_work")
-
-    def __init__(self, work: Work, held: object, land: Callable[[], object]) -> None:
-        self._work = work
-        self._held: object = held
-        self._land: Callable[[], object] | None = land
+    _work: Work
+    _held: object
+    _land: Callable[[], object] | None
 
     def wait(self) -> None:
         land, self._land = self._land, None

@@ -14,31 +14,31 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from composable.tensors.protocol import plain_parts
+
 _WORDS: Final = 1 << 16  # which stay in a cache of the host with what is computed of them
 _STEP: Final = 0x5851_F42D_4C95_7F2D
 
 
-def digests(tensors: Sequence[Sequence[Tensor]]) -> Iterator[tuple[list[int], Tensor]]:
+def digests(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
     """On each device the indices of the tensors there, and a number for each. Waits for no device.
 
     Takes some MiB, however large the tensors are. Empty tensors and those on the meta device have
-    none.
-
-    Args:
-        tensors: the plain tensors that each one consists of, which are on one device.
+    none. Of a DTensor it is that of this rank's part.
     """
+    plain = list(map(plain_parts, tensors))
     alike: dict[torch.device, list[int]] = {}
-    for index, parts in enumerate(tensors):
+    for index, parts in enumerate(plain):
         if any(part.numel() and not part.is_meta for part in parts):
             alike.setdefault(parts[0].device, []).append(index)
     with torch.no_grad():
         for device, indices in alike.items():
-            most = max(part.nbytes for index in indices for part in tensors[index])
+            most = max(part.nbytes for index in indices for part in plain[index])
             weights = _weights(device, min(_WORDS, max(most // 8, 8)))
-            yield indices, torch.stack([_digest(tensors[index], weights) for index in indices])
+            yield indices, torch.stack([_digest(plain[index], weights) for index in indices])
 
 
-def digests_as_ints(tensors: Sequence[Sequence[Tensor]]) -> list[int]:
+def digests_as_ints(tensors: Sequence[Tensor]) -> list[int]:
     """As `digests`, of each 47 bits; 0 for those that have none. Waits for each device once."""
     found = [0] * len(tensors)
     for indices, totals in digests(tensors):

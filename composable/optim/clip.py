@@ -312,20 +312,13 @@ class _LocalGradients:
 
     def scale(self, coefficient: Tensor) -> None:
         """Multiply all gradients, in place."""
-        if _changes_nothing(coefficient):
+        # On an accelerator, asking would cost more than multiplying. Below a dispatch mode a tensor
+        # may have no value.
+        if coefficient.is_cpu and not modes_are_on() and coefficient.item() == 1:
             return
         for part in self._parts.values():
             for locals_ in part.lists():
                 torch._foreach_mul_(locals_, coefficient.to(locals_[0].device, locals_[0].dtype))
-
-
-def _changes_nothing(coefficient: Tensor) -> bool:
-    """Whether it is known to be 1.
-
-    On an accelerator, asking would cost more than multiplying. Below a dispatch mode a tensor may
-    have no value.
-    """
-    return coefficient.is_cpu and not modes_are_on() and coefficient.item() == 1
 
 
 def _groups_of(parameter: Tensor) -> Groups:

@@ -114,7 +114,7 @@ class LocalStep:
                     shown[key] = tree_unflatten(locals_of(leaves), tree)
         # torch's optimizers write to state in place once it is there, but SGD may have kept None;
         # others may exchange tensors.
-        in_place = all(states) and is_known(kind) and not issubclass(kind, optim.SGD)
+        in_place = all(states) and self.knows(kind) and not issubclass(kind, optim.SGD)
         self._handed = None if in_place else self._values()
         self.state: Any = defaultdict(dict, zip(self._locals, self._shown, strict=True))
         if not in_place:
@@ -143,9 +143,15 @@ class LocalStep:
             return None
 
     @staticmethod
+    @cache
     def knows(kind: Any) -> bool:
-        """Whether optimizers of this class step element by element (`is_known`)."""
-        return is_known(kind)
+        """Whether `kind` steps with the code of an optimizer on the list."""
+
+        def code(each: type[Optimizer]) -> tuple[object, object]:
+            return inspect.unwrap(each.step), getattr(each, "_init_group", None)
+
+        base = next((each for each in reversed(ELEMENTWISE) if issubclass(kind, each)), None)
+        return base is not None and code(kind) == code(base)
 
     def _check_state(self) -> None:
         """Raise `_NotLocal` for state of another shape or placement than its parameter.
@@ -368,7 +374,7 @@ def step_on_shards(
                 f"step_on_shards: {name} does not step element by element. Leave step_on_shards"
                 " out, or give parameters that another optimizer could step to one of their own"
             )
-    if not elementwise and not is_known(kind):
+    if not elementwise and not LocalStep.knows(kind):
         raise OptimizerError(
             f"step_on_shards: {name} is not known here, or changes how its base class steps. If it"
             " updates each element from that element of the parameter, its gradient and its state"
@@ -391,17 +397,7 @@ def step_on_shards_unasked(optimizer: Optimizer) -> bool:
         Whether it steps its shards.
     """
     kind: Any = type(optimizer)
-    if optimizer not in STEPPINGS and is_known(kind) and not Stepping.is_differentiable(optimizer):
+    decided = optimizer in STEPPINGS
+    if not decided and LocalStep.knows(kind) and not Stepping.is_differentiable(optimizer):
         ShardStepping(optimizer)
     return STEPPINGS.get(optimizer) is not None
-
-
-@cache
-def is_known(kind: Any) -> bool:
-    """Whether `kind` steps with the code of an optimizer on the list."""
-
-    def code(each: type[Optimizer]) -> tuple[object, object]:
-        return inspect.unwrap(each.step), getattr(each, "_init_group", None)
-
-    base = next((each for each in reversed(ELEMENTWISE) if issubclass(kind, each)), None)
-    return base is not None and code(kind) == code(base)

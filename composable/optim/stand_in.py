@@ -54,14 +54,16 @@ class Stepping(ABC):
         self._after = optimizer.register_step_post_hook(self._finish_step)
         self._handles = [self._before, self._after]
         self._keep_next_to_step(optimizer)
-        self._attach_copying(optimizer)
+        # Python's `copy` and pickle look for methods on an object first
+        vars(optimizer).update(__deepcopy__=self._copy, __reduce_ex__=self._reduce)
         STEPPINGS[optimizer] = self
 
     def _detach(self, optimizer: Optimizer) -> None:
         """The inverse of the constructor."""
         for handle in self._handles:
             handle.remove()
-        _detach_copying(optimizer)
+        for name in ("__deepcopy__", "__reduce_ex__"):
+            vars(optimizer).pop(name, None)
 
     # --- what every kind of them needs -----------------------------------------------------------
 
@@ -126,10 +128,6 @@ class Stepping(ABC):
         """What Python copies of the state."""
         return optimizer.state
 
-    def _attach_copying(self, optimizer: Optimizer) -> None:
-        """Let `copy` and pickle call this object. They look for methods on an object first."""
-        vars(optimizer).update(__deepcopy__=self._copy, __reduce_ex__=self._reduce)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Stepping:
         return self  # in the hooks of an optimizer that copies all of its attributes
 
@@ -140,14 +138,9 @@ class Stepping(ABC):
             if isinstance(parameter, DTensor):
                 # torch's copy of a DTensor has a copy of its mesh, without process groups
                 memo[id(parameter.device_mesh)] = parameter.device_mesh
-        state = optimizer.state
-        _detach_copying(optimizer)
-        try:
-            optimizer.state = self._state_to_copy(optimizer)
-            copied = copy.deepcopy(optimizer, memo)
-        finally:
-            optimizer.state = state
-            self._attach_copying(optimizer)
+        memo[id(optimizer)] = copied = object.__new__(type(optimizer))
+        kept = {**optimizer.__getstate__(), "state": self._state_to_copy(optimizer)}
+        copied.__setstate__(copy.deepcopy(kept, memo))
         for hooks in vars(copied).values():
             for handle in self._handles if isinstance(hooks, OrderedDict) else ():
                 hooks.pop(handle.id, None)
@@ -207,11 +200,6 @@ class Stepping(ABC):
         if self._before.id in before and self._after.id in after:
             before.move_to_end(self._before.id)
             after.move_to_end(self._after.id, last=False)
-
-
-def _detach_copying(optimizer: Optimizer) -> None:
-    for name in ("__deepcopy__", "__reduce_ex__"):
-        vars(optimizer).pop(name, None)
 
 
 # What steps an optimizer; None if its user wants it to step as torch does.

@@ -28,15 +28,12 @@ from composable.engine.params.param import mesh_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, RanksDisagreeError
 from composable.features.packed import is_packed
+from composable.memory.digests import digests_as_ints
 from composable.state.whole import all_or_none, comms_of_model, managed_in, require_at_rest
 from composable.tensors.dtensors import whole_of
-from composable.tensors.protocol import plain_parts
 from composable.torch_private import local_tensor
 
 K = TypeVar("K")
-_WORDS: Final = 1 << 18  # that a checksum takes at once
-_WORD_OF: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the size of an element
-_ODD: Final = 6364136223846793005
 SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 
 
@@ -58,10 +55,7 @@ class Streamed:
 
 @checked
 def stream_full(
-    module: nn.Module,
-    *,
-    dtype: RealDtype | None = None,
-    since: Streamed | None = None,
+    module: nn.Module, *, dtype: RealDtype | None = None, since: Streamed | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time.
 
@@ -100,30 +94,9 @@ def stream_full(
     return _stream(dict(compress(tensors.items(), moved)), dtypes, sums, since)
 
 
-@torch.no_grad()
 def _checksums(tensors: Mapping[K, Tensor]) -> dict[K, int]:
-    """Checksums of what this rank has of tensors; the host waits for the device once.
-
-    A sum of all words, modulo 2**64, each times an odd number of its own: a tensor in which one
-    word changed has another one, and any other change is missed by a chance of about 2**-32.
-    """
-    factors: dict[torch.device, Tensor] = {}
-    sums = []
-    for tensor in tensors.values():
-        local = local_tensor(tensor)
-        if local.device not in factors:
-            generator = torch.Generator().manual_seed(0)
-            drawn = torch.randint(1 << 62, (_WORDS,), generator=generator, device="cpu") * 2 + 1
-            factors[local.device] = drawn.to(local.device)
-        total = torch.zeros((), dtype=torch.int64, device=local.device)
-        for piece in plain_parts(local):
-            flat = piece.resolve_conj().resolve_neg().contiguous().view(-1)
-            words = flat.view(_WORD_OF.get(flat.element_size(), torch.int64))
-            for part in words.split(_WORDS):
-                some = part.to(torch.int64) * factors[local.device][: len(part)]
-                total = total * _ODD + some.sum()
-        sums.append(total)
-    return {key: int(total) for key, total in zip(tensors, sums, strict=True)}
+    """Checksums of what this rank has of tensors; the host waits for each device once."""
+    return dict(zip(tensors, digests_as_ints([*tensors.values()]), strict=True))
 
 
 @torch.no_grad()

@@ -47,19 +47,15 @@ class Converted:
     @property
     def stacks(self) -> bool:
         """Whether row i of what is made comes of the i-th tensor of each pattern, as an expert."""
-        from transformers.core_model_loading import (  # noqa: PLC0415
-            Concatenate,
-            MergeModulelist,
-            Transpose,
-        )
+        from transformers import core_model_loading as loading  # noqa: PLC0415
 
         first, *more = self.converter.operations
         return (
-            isinstance(first, MergeModulelist)
+            isinstance(first, loading.MergeModulelist)
             and first.dim == 0
             and all(
-                (isinstance(each, Concatenate) and each.dim > 0)
-                or (isinstance(each, Transpose) and min(each.dim0, each.dim1) > 0)
+                (isinstance(each, loading.Concatenate) and each.dim > 0)
+                or (isinstance(each, loading.Transpose) and min(each.dim0, each.dim1) > 0)
                 for each in more
             )
         )
@@ -95,27 +91,21 @@ def by_transformers(
 
     A name that the model does not have stands for itself.
     """
-    from transformers.conversion_mapping import (  # noqa: PLC0415 - only for models of transformers
-        get_model_conversion_mapping,
-    )
-    from transformers.core_model_loading import (  # noqa: PLC0415
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    # only for models of transformers
+    from transformers import conversion_mapping  # noqa: PLC0415
+    from transformers import core_model_loading as loading  # noqa: PLC0415
 
-    mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    mapping = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix = model.base_model_prefix
     direct: dict[str, str] = {}
     converted: dict[str, Converted] = {}
-    for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+    for name in sorted(names, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
+            target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         if pattern is None:
             direct[target if target in state else name] = name
             continue

@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.comm.launch import Launch
-from composable.comm.ledger import checksum
 from composable.contract.tree import Place
 from composable.contract.values import tensors_in
 from composable.engine.step.unit import Unit
 from composable.errors import ForeignParameterError, PhaseError, RanksDisagreeError, few
+from composable.memory.digests import digests_as_ints
 from composable.memory.elastic import ElasticBuffer
 from composable.state.adapters import NewAdapters, tensor_at
 from composable.state.folder_plan import FolderPlan
@@ -39,7 +39,7 @@ from composable.state.whole import (
     write_whole,
 )
 from composable.tensors.dtensors import whole_of
-from composable.torch_private import local_tensor
+from composable.torch_private import local_tensor, storage_key
 
 Init = Callable[[nn.Module], object]
 Touch = Callable[[Tensor, bool], None]
@@ -73,11 +73,11 @@ class Initialisation:
         """Raise on all ranks if their random states differ, and initialisers of weights run."""
         if not self._draws:
             return
-        state = checksum(str(torch.get_rng_state().tolist()))
+        state = digests_as_ints([torch.get_rng_state()])
         for comm in dict.fromkeys(
             [*(unit.mesh_info.all for unit in units), *comms_of_model(units)]
         ):
-            lowest, highest = comm.min_max([state], Launch("comparison of random states"))
+            lowest, highest = comm.min_max(state, Launch("comparison of random states"))
             if lowest != highest:
                 raise RanksDisagreeError(
                     "materialize: the random states of the ranks differ, and so would the weights."
@@ -247,7 +247,7 @@ class _Materialization:
 
     def _keep(self, each: _Whole, value: nn.Parameter) -> None:
         write_whole(value, each.at_rest)
-        self._sums[id(each.at_rest)] = _checksum(value)
+        self._sums[id(each.at_rest)] = digests_as_ints([value])[0]
         self._unset.pop(id(each.at_rest), None)
 
     def finish(self) -> None:
@@ -261,7 +261,7 @@ class _Materialization:
         for tensor in self._fresh:
             # of what nothing was written to, `missing` tells
             if not isinstance(tensor, DTensor) and id(tensor) not in self._unset:
-                self._sums[id(tensor)] = _checksum(tensor)
+                self._sums[id(tensor)] = digests_as_ints([tensor])[0]
         for comm in dict.fromkeys(unit.mesh_info.all for unit in units):
             members = [
                 each
@@ -286,10 +286,6 @@ class _Materialization:
             and tensor_at(place) is tensor
             and _storage(tensor) == key
         ]
-
-
-def _checksum(value: Tensor) -> int:
-    return int(value.detach().flatten().view(torch.uint8).sum())
 
 
 def _transformers_around(model: nn.Module) -> dict[int, nn.Module]:
@@ -356,4 +352,4 @@ def _free(whole: _Whole) -> None:
 
 def _storage(tensor: Tensor) -> int:
     tensor = local_tensor(tensor)
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
+    return storage_key(tensor) if tensor.layout is torch.strided else 0

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.checked import checked
 from composable.compilation import unwrapped
+from composable.contract.tree import registered_parameters
 from composable.contract.values import TorchOptimizer
 from composable.engine.edits.written import at_rest
 from composable.engine.params.form import PLAIN
@@ -57,9 +58,8 @@ def rebind_optimizer(module: nn.Module, optimizer: TorchOptimizer) -> None:
         )
     with at_rest(units_below([module])):  # in `keep_unsharded`, too
         here = {
-            (id(owner), name): found
-            for owner in module.modules()
-            for name, found in owner._parameters.items()
+            (id(place.module), place.name): found
+            for place, found in registered_parameters(module, stop=())
         }
     current = {id(parameter) for parameter in here.values()}
 
@@ -69,10 +69,8 @@ def rebind_optimizer(module: nn.Module, optimizer: TorchOptimizer) -> None:
             return parameter
         label = label_of(parameter)
         places = () if label is None else label.places
-        found = next(
-            (p for owner, name in places if (p := here.get((id(owner()), name))) is not None),
-            None,
-        )
+        keys = ((id(owner()), name) for owner, name in places)
+        found = next((here[key] for key in keys if key in here), None)
         return found if found is not None and _fits(found, parameter) else None
 
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

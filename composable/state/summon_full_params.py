@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
@@ -17,7 +17,7 @@ from composable.checked import checked
 from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
-from composable.contract.tree import Place
+from composable.contract.tree import registered_parameters
 from composable.engine.edits.written import show_again, written
 from composable.engine.params.param import holds_unreduced, keep_gradients_in
 from composable.engine.step.unit import RANK0_ONLY, Unit
@@ -37,6 +37,7 @@ from composable.torch_private import (
     hooks_after_accumulation,
     local_of,
     local_tensor,
+    version_of,
 )
 
 _SCOPE: Final = "summon_full_params()"
@@ -108,32 +109,31 @@ def summon_full_params(
     managed = [each for each in managed_in("summon_full_params", module) if each.unit in mine]
     if with_grads:
         _refuse_accumulated(managed)
+    copies = rank0_only or offload_to_cpu or not writeback
     shown: list[_Shown] = []
     try:
-        for param in managed:
-            _show(param, shown, writeback, rank0_only, offload_to_cpu, with_grads)
-        yield
-    except BaseException:
-        _hide(module, managed, shown, mine)
-        show_again(units)
-        raise
-    tied = _hide(module, managed, shown, mine)
-    try:
+        try:
+            for param in managed:
+                # edits of the user's own parameters need no copy
+                if copies or isinstance(param.param.at_rest, DTensor):
+                    shown.append(_show(param, rank0_only, offload_to_cpu, with_grads))
+            yield
+        finally:
+            tied = _hide(module, managed, shown, mine)
         if writeback:
             comms = dict.fromkeys(unit.mesh_info.all for unit in mine if rank0_only)
             all_or_none("summon_full_params", [*comms], partial(_check_edits, shown, tied))
-            for each in shown:
-                follow_whole(each.managed.param.at_rest, each.whole)
-            copied = dict.fromkeys(each.managed.unit for each in shown)
-            # edits of these have reached the parameters
-            changed = [unit for unit in mine if unit not in copied]
-            for unit in copied:
+            changed = []  # the same units on all ranks
+            for unit in mine:
                 edited = [each for each in shown if each.managed.unit is unit]
-                if with_grads or rank0_only or _is_edited(unit, edited):
+                for each in edited:
+                    follow_whole(each.managed.param.at_rest, each.whole)
+                # edits of a unit without copies have reached its parameters
+                if not edited or with_grads or rank0_only or _is_edited(unit, edited):
                     changed.append(unit)
                     for each in edited:
                         _write_back(each, rank0_only=rank0_only, with_grads=with_grads)
-            written(changed)  # the same units on all ranks
+            written(changed)
     finally:
         show_again(units)
 
@@ -149,26 +149,16 @@ def _refuse_accumulated(managed: list[NamedParam]) -> None:
 
 
 @torch.no_grad()
-def _show(
-    managed: NamedParam,
-    shown: list[_Shown],
-    writeback: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    with_grads: bool,
-) -> None:
+def _show(managed: NamedParam, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> _Shown:
     at_rest, comm = managed.param.at_rest, managed.comm
-    if not isinstance(at_rest, DTensor) and writeback and not offload_to_cpu and not rank0_only:
-        return  # the user's own parameter, which edits reach
     gradient = at_rest.grad if with_grads else None
     form = managed.param.info.form
     value = form.unsharded(at_rest)
     whole_gradient = None if gradient is None else form.unsharded(gradient)
-    version = _version(at_rest)
+    version = version_of(local_tensor(at_rest))
     managed.unit.show_whole(RANK0_ONLY if rank0_only else _SCOPE)
     if rank0_only and comm.rank:
-        shown.append(_Shown(managed, at_rest, at_rest.shape, version))
-        return
+        return _Shown(managed, at_rest, at_rest.shape, version)
     if offload_to_cpu:
         value = value.cpu()
         whole_gradient = None if whole_gradient is None else whole_gradient.cpu()
@@ -177,7 +167,7 @@ def _show(
         keep_gradients_in(whole_gradient.dtype, whole)
         whole.grad = form.shown(whole_gradient)
     managed.param.register(whole)
-    shown.append(_Shown(managed, whole, whole.shape, version))
+    return _Shown(managed, whole, whole.shape, version)
 
 
 def _hide(
@@ -189,11 +179,10 @@ def _hide(
     """
     wholes = {id(each.whole): each.managed for each in shown}
     tied = []
-    for prefix, below in module.named_modules():
-        for name, parameter in below._parameters.items():
-            owner = wholes.get(id(parameter))
-            if owner is not None and Place(below, name) not in owner.param.info.places:
-                tied.append(f"'{f'{prefix}.{name}'.lstrip('.')}' was tied to '{owner.fqn}'")
+    for place, parameter in registered_parameters(module, stop=()):
+        owner = wholes.get(id(parameter))
+        if owner is not None and place not in owner.param.info.places:
+            tied.append(f"'{place.fqn}' was tied to '{owner.fqn}'")
     for each in managed:
         for place in each.param.info.places:
             if id(place.registered) in wholes:
@@ -201,10 +190,6 @@ def _hide(
     for unit in units:
         unit.end_show_whole()
     return tied
-
-
-def _version(at_rest: Tensor) -> int:
-    return local_tensor(at_rest)._version
 
 
 def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
@@ -232,7 +217,7 @@ def _check_edit(each: _Shown) -> None:
             f" '{managed.unit.name}' inside the scope, on its whole copy, whose gradient is not the"
             " one that lands. Register hooks on parameters outside of the scope"
         )
-    if _version(at_rest) != each.version:
+    if version_of(local_tensor(at_rest)) != each.version:
         raise PhaseError(
             f"summon_full_params: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was"
             " written to inside the scope, by an optimizer or load_state_dict, and the scope's"

@@ -12,31 +12,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composable.errors import few
 from composable.tensors.protocol import cloned
-from composable.torch_private import (
-    dtensor_like,
-    dtensors_around,
-    local_of,
-    parameter_around,
-    spec_of,
-)
-
-
-def wrap(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    device: torch.device | None = None,
-) -> DTensor:
-    """A `DTensor` around `local`, without a collective. `device` is what it reports, if that is not
-    the device of `local`.
-    """
-    with torch.inference_mode(False):
-        spec = spec_of(mesh, placements, shape, stride, local.dtype)
-        stand_in = torch.empty(0, dtype=local.dtype, device=device or local.device)
-        (made,) = dtensors_around([local], [spec], stand_in)
-        return made
+from composable.torch_private import dtensor_like, local_of, parameter_around
+from composable.torch_private import wrap as wrap
 
 
 def dtensor_parameter(
@@ -86,16 +63,6 @@ def is_unreduced(gradient: Tensor | None) -> bool:
     )
 
 
-def on_device_of_mesh(tensor: DTensor) -> DTensor:
-    """A DTensor whose local tensor may rest on the host, on the device of its mesh."""
-    local, device = local_of(tensor), tensor.device_mesh.device_type
-    if local.device.type in ("meta", device):
-        return tensor
-    moved = gradient_like(local.to(device), tensor)
-    assert isinstance(moved, DTensor)
-    return moved
-
-
 @torch.no_grad()
 def whole_of(tensor: Tensor) -> Tensor:
     """Gather a whole copy of a parameter, gradient or optimizer state; all ranks of its mesh call
@@ -108,10 +75,12 @@ def whole_of(tensor: Tensor) -> Tensor:
     local = local_of(tensor)
     if local.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    detached = tensor.detach()
+    device, detached = tensor.device_mesh.device_type, tensor.detach()
+    if local.device.type != device:  # it rests on the host
+        detached = gradient_like(local.to(device), tensor)
     assert isinstance(detached, DTensor)
     with torch.enable_grad():  # torch 2.11 raises without, in a dispatch mode
-        whole = on_device_of_mesh(detached).full_tensor()
+        whole: Tensor = detached.full_tensor()
     # Replicated, or over one rank, the whole is the local tensor itself.
     return cloned(whole) if whole.data_ptr() == local.data_ptr() else whole
 

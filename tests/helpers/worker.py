@@ -15,8 +15,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import parent_process
@@ -33,12 +33,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _collective_utils, _redistribute, debug
 from torch.utils._pytree import tree_map_only
 
-from composable.comm import comms_wrapped_by
-from composable.comm.ledger import (
-    compare_launches,
-    compared_launches,
-    launches_not_compared,
-)
+from composable.comm import comms_wrapped_by, ledger
 from tests.accelerator import sim, watch
 from tests.helpers.communicators import all_accelerators
 from tests.helpers.meshes import forget_shared_meshes
@@ -73,7 +68,7 @@ class Outcome:
     text.
 
     Attributes:
-        launches: what the rank has launched up to now, as `compared_launches()` says it.
+        launches: what the rank has launched up to now, as `_compared_launches()` says it.
         groups: how many process groups it has.
     """
 
@@ -187,7 +182,7 @@ class Worker:
 
     def attempt(self, task: Task) -> Outcome:
         try:
-            with nullcontext() if task.compared else launches_not_compared():
+            with nullcontext() if task.compared else _launches_not_compared():
                 self.join_group(task)
                 outcome = self.perform(task)
             pickle.dumps(outcome)
@@ -198,7 +193,31 @@ class Worker:
         except BaseException as error:
             return Outcome("raised", text="".join(_relevant(error)))
         groups = len(distributed_c10d._world.pg_map)
-        return replace(outcome, launches=compared_launches(), groups=groups)
+        return replace(outcome, launches=_compared_launches(), groups=groups)
+
+
+@contextmanager
+def _launches_not_compared() -> Iterator[None]:
+    """For programs whose ranks disagree on purpose. All ranks enter it and leave it at one place of
+    the program.
+    """
+    before, ledger._compared = ledger._compared, False
+    try:
+        yield
+    finally:
+        ledger._compared = before
+
+
+def _compared_launches() -> dict[str, tuple[int, int, list[str]]]:
+    """By group, as a key that its ranks of this host share: how many launches of this rank were
+    compared, their digest, and the texts of the last ones.
+    """
+    every = [each.shared for each in ledger._LEDGERS.values()]
+    return {
+        each.key: (each.count, each.digest, each._texts(each._rank, each.count, 8))
+        for each in every
+        if each is not None
+    }
 
 
 def _relevant(error: BaseException) -> list[str]:
@@ -230,7 +249,7 @@ def serve(connection: Connection, settings: Settings) -> None:
     prepare()
     # what is here now stays; to look through it takes each collection a quarter of a second
     gc.freeze()
-    compare_launches()
+    ledger.compare_launches()
     worker = Worker(settings)
     connection.send_bytes(pickle.dumps("ready"))
     while True:

@@ -15,6 +15,7 @@ from composable.torch_private import (
     local_of,
     outside_transforms,
     parameter_around,
+    wrap,
 )
 from tests.helpers.world import spmd
 
@@ -50,9 +51,7 @@ def test_dtensors_and_parameters_keep_the_mesh_of_the_tensor_that_they_are_made_
     assert (made.shape, made.placements, made.storage_offset()) == (like.shape, like.placements, 0)
     assert made.device_mesh is mesh
     assert parameter_around(made, requires_grad=True).device_mesh is mesh
-    whole = dtensor_like(
-        torch.ones(4, 3),
-        DTensor.from_local(torch.zeros(4, 3), mesh, [Replicate()]),
-        torch.device("meta"),
-    )
-    assert whole.device.type == "meta"
+    whole = torch.ones(4, 3)
+    meta = torch.device("meta")
+    made = wrap(whole, mesh, [Replicate()], whole.shape, whole.stride(), meta)
+    assert made.device.type == "meta"

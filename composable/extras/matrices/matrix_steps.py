@@ -489,7 +489,7 @@ class MatrixStepping(Stepping):
     def _fingerprints(self, stepped: Sequence[Tensor]) -> dict[Tensor, int]:
         """Of what is stepped; 0 of what its owners have anyway."""
         found = [each for each in stepped if not all(m.stays for m in self._matrices[each])]
-        taken = digests_as_ints([[local_tensor(each).detach()] for each in found])
+        taken = digests_as_ints(found)
         return dict.fromkeys(stepped, 0) | dict(zip(found, taken, strict=True))
 
     @override

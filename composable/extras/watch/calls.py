@@ -16,7 +16,6 @@ from composable.contract.hooks import dispatcher_of
 from composable.contract.values import map_tensors, tensors_in
 from composable.memory.digests import digests
 from composable.seams import Unit
-from composable.tensors.protocol import plain_parts
 
 # What calls a module: torch's, and that of methods that `register_forward_method` knows.
 _CALLERS: Final = ("_call_impl", "_call_as_forward")
@@ -100,7 +99,7 @@ def version_of(tensor: Tensor) -> int:
 
 def digests_of(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
     """Numbers by which ranks compare tensors, see `memory/digests.py`."""
-    return digests(list(map(plain_parts, tensors)))
+    return digests(tensors)
 
 
 def by_index(found: Iterable[tuple[list[int], Tensor]]) -> dict[int, int]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable.api.sync_module_states import fingerprints
+from composable.memory.digests import digests_as_ints
 
 
 def fingerprint(tensor: Tensor) -> int:
-    (found,) = fingerprints([tensor])
+    (found,) = digests_as_ints([tensor])
     return found
 
 
@@ -73,7 +73,7 @@ def test_all_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.empty(3, device="meta"),
         torch.ones(300_000, dtype=torch.bfloat16),
     ]
-    found = fingerprints(tensors)
+    found = digests_as_ints(tensors)
     assert reads == ["tolist"]
     assert found == [fingerprint(tensor) for tensor in tensors]
     assert [bool(number) for number in found] == [True, False, False, True]
