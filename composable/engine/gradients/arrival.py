@@ -25,7 +25,7 @@ from operator import is_, itemgetter, ne, or_
 from typing import Final, NoReturn
 
 from composable.comm.launch import Launch
-from composable.engine.gradients.agreed_order import AgreedOrder
+from composable.engine.gradients.agreed import Agreed
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import UnitGradients
@@ -116,7 +116,7 @@ class Buckets:
         buckets: in the order in which they are launched.
     """
 
-    def __init__(self, units: Sequence[UnitGradients], agreed: AgreedOrder) -> None:
+    def __init__(self, units: Sequence[UnitGradients], agreed: Agreed) -> None:
         self._units = list(units)
         self._agreed = agreed
         self.is_open = self._by_arrival = False

@@ -62,10 +62,10 @@ from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import untraced
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch
+from composable.engine.gradients.agreed import InputGradMode, agreed_by
 from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.unit_kind import UnitKind
-from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
 from composable.engine.step.observer import DECISIONS, OBSERVERS, gradients_landed
@@ -255,9 +255,7 @@ class Root:
         self.step = Step()
         self._root_of = root_of
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
-        self.post_backward = PostBackward(
-            [unit.gradients for unit in self.units], self.agreed.gradients
-        )
+        self.post_backward = PostBackward([unit.gradients for unit in self.units], self.agreed)
         # replicated units next to shards
         self.beside = [unit for unit in self.units if unit.kind is UnitKind.BESIDE]
         self.watch_tree(shared)
@@ -369,7 +367,9 @@ class Root:
         except BaseException:
             self.on_error(unit)
             raise
-        enters = inside and (unit.trains or self.order.input_grad_mode(unit).is_entered_by_backward)
+        enters = inside and (
+            unit.trains or self.order.input_grad_mode(unit) is InputGradMode.REQUIRED
+        )
         call.take_place(forward.number, outermost=outermost, is_entered=enters)
         if torch.is_grad_enabled():
             step.history.append(call)
