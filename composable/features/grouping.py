@@ -12,9 +12,8 @@ from typing_extensions import override
 from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.engine.params.param import ManagedParam, memory_order
-from composable.engine.params.param_group import ParamGroup
+from composable.engine.params.param_group import Grouping, ParamGroup
 from composable.engine.params.precision import Precision
-from composable.engine.params.sharded import Grouping
 from composable.features.extension import ExtendedGroup
 from composable.features.offloaded import OffloadedGroup
 from composable.memory.offload import HostHome

@@ -11,7 +11,7 @@ from composable.comm.base import DONE, Work
 from composable.comm.launch import Launch
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot
-from composable.engine.params.sharded import ShardedGroup
+from composable.engine.params.param_group import ShardedGroup
 from composable.memory.offload import ComingShards, HostHome
 
 

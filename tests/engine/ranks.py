@@ -18,9 +18,8 @@ from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import ParamShape
 from composable.engine.params.param import ManagedParam, ParamInfo
+from composable.engine.params.param_group import ReplicatedGroup, ShardedGroup
 from composable.engine.params.precision import Precision
-from composable.engine.params.replicated import ReplicatedGroup
-from composable.engine.params.sharded import ShardedGroup
 from tests.comm.in_process import seats
 
 CPU: Final = torch.device("cpu")

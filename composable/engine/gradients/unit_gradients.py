@@ -6,6 +6,7 @@ The order in which units are reduced is in `post_backward.py`, and for replicate
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -28,9 +29,22 @@ from composable.engine.params.param_hooks import (
     listen_to_arrivals,
     run_post_accumulate_hooks,
 )
-from composable.engine.params.unit_kind import UnitKind
 from composable.errors import DifferentiationError
 from composable.torch_private import hooks_after_accumulation
+
+
+class UnitKind(enum.Enum):
+    """How the parameters of a unit lie over the ranks, and when their gradients are reduced.
+
+    Those of BESIDE rest as `DTensor(Replicate)`, as optimizers and clipping expect next to shards,
+    if the unit has the ranks of the shards around it (`choose_rest`). Otherwise, and if they are
+    distributed by users or have sparse gradients, they rest as users made them.
+    """
+
+    SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"
+    BESIDE = "replicated in a tree with shards: all-reduced before the next unit with shards"
+    ARRIVAL = "replicated: all-reduced in buckets of the root, as autograd accumulates gradients"
+    LOCAL = "one rank: autograd does everything, but for casts"
 
 
 @dataclass(frozen=True, slots=True)

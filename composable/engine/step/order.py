@@ -27,7 +27,7 @@ from torch import nn
 from composable.comm.base import Comm
 from composable.comm.launch import COMPARISON_OF_FORWARDS, Launch
 from composable.engine.gradients.agreed import Agreed, InputGradMode
-from composable.engine.params.unit_kind import UnitKind
+from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.step.unit import Unit, UnitCall
 from composable.errors import RanksDisagreeError
 

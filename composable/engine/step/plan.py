@@ -23,7 +23,7 @@ from traceback import walk_stack
 import torch
 from torch import nn
 
-from composable.engine.params.unit_kind import UnitKind
+from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.step.prepare import modules_calling
 from composable.engine.step.root import Phase, Root, Step, reset_interrupted, roots_of
 from composable.engine.step.unit import Unit, rename_below, unit_of, units_below

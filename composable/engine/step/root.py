@@ -64,8 +64,8 @@ from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch
 from composable.engine.gradients.agreed import InputGradMode, agreed_by
 from composable.engine.gradients.post_backward import Due, PostBackward
+from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ManagedParam
-from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
 from composable.engine.step.observer import DECISIONS, OBSERVERS, gradients_landed

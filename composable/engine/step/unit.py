@@ -47,7 +47,7 @@ from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.gradients.agreed import Agreed, InputGradMode
 from composable.engine.gradients.sparse import only_looked_up
-from composable.engine.gradients.unit_gradients import GradientSpec, Stages, UnitGradients
+from composable.engine.gradients.unit_gradients import GradientSpec, Stages, UnitGradients, UnitKind
 from composable.engine.params.param import (
     ManagedParam,
     ParameterSwap,
@@ -55,11 +55,8 @@ from composable.engine.params.param import (
     owner_of,
     set_label,
 )
-from composable.engine.params.param_group import ParamGroup, ShardedState
+from composable.engine.params.param_group import Grouping, ParamGroup, ReplicatedGroup, ShardedState
 from composable.engine.params.precision import BufferCasts, BufferHolder, Precision, resolve
-from composable.engine.params.replicated import ReplicatedGroup
-from composable.engine.params.sharded import Grouping
-from composable.engine.params.unit_kind import UnitKind
 from composable.errors import PhaseError, unit_name
 from composable.torch_private import in_backward, locals_of
 
