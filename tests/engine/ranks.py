@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm import LocalComm, MeshInfo, Traits
 from composable.contract.tree import Place
-from composable.engine.gradients.grad_bucket import GradBucket
-from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.gradients.grad_bucket import GradBucket, SyncMode
 from composable.engine.params.layout import ParamShape
 from composable.engine.params.param import ManagedParam, ParamInfo
 from composable.engine.params.param_group import ReplicatedGroup, ShardedGroup

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composable.comm import MeshInfo, Traits
+from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.gradients.reduction import ReductionState
-from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import ParamShape
 from composable.engine.params.param import cut
 from composable.engine.params.precision import Precision

@@ -26,10 +26,9 @@ from typing import Final, NoReturn
 
 from composable.comm.launch import Launch
 from composable.engine.gradients.agreed import Agreed
-from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.grad_bucket import GradBucket, SyncMode
 from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import UnitGradients
-from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, gradient_of
 from composable.engine.params.param_group import ParamGroup

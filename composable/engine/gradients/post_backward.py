@@ -37,9 +37,8 @@ from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import checksum, debug_enabled
 from composable.engine.gradients.agreed import Agreed
 from composable.engine.gradients.arrival import Buckets
-from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.grad_bucket import GradBucket, SyncMode
 from composable.engine.gradients.unit_gradients import UnitGradients, UnitKind
-from composable.engine.gradients.unreduced import SyncMode
 from composable.errors import ComposableError, RanksDisagreeError
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from composable.comm.mesh_info import MeshInfo
 from composable.compilation import traceable, untraced
-from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.grad_bucket import Accumulation, GradBucket
 from composable.engine.gradients.sparse import SparseGradients, only_looked_up
-from composable.engine.gradients.unreduced import Accumulation
 from composable.engine.params.param import ManagedParam, holds_unreduced
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.param_hooks import (

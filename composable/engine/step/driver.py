@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from composable.contract.values import map_tensors
 from composable.engine.gradients.agreed import InputGradMode
-from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.plan import launch_held, root_of
