@@ -113,8 +113,7 @@ class Rank:
             else ReplicatedGroup(*args, rest_mesh=self.rest_mesh, read_apart=False)
         )
         self.group.rename("u")
-        members = list(zip(self.params, self.group.slots, strict=True))
-        self.bucket = GradBucket(members, self.precision, CPU, self.info, factor=self.factor)
+        self.bucket = GradBucket(self.group, self.group.members, self.info, factor=self.factor)
 
     @property
     def at_rest(self) -> list[nn.Parameter]:

@@ -61,7 +61,7 @@ class ArrivalBucket(GradBucket):
     ) -> None:
         mesh_info = unit.mesh_info
         super().__init__(
-            members, group.precision, group.device, mesh_info,
+            group, members, mesh_info,
             text=_text_of(unit, [param for param, _ in members]), unit_name=unit.name,
             factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
         )  # fmt: skip
@@ -127,7 +127,7 @@ class Buckets:
             param: (unit, group, slot)
             for unit in units
             for group in unit.groups
-            for param, slot in zip(group.params, group.slots, strict=True)
+            for param, slot in group.members
             if not only_looked_up(param.info)
         }
         last_first = [param for unit in reversed(units) for param in reversed(unit.params)]

@@ -36,7 +36,7 @@ that are reduced in float32, a sum of many backwards in bfloat16 would stop grow
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
 from operator import is_, is_not, or_
 from typing import TypeGuard
@@ -58,12 +58,12 @@ from composable.engine.params.param import (
     set_holds_unreduced,
     trainability,
 )
+from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.param_hooks import (
     post_accumulate_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
 )
-from composable.engine.params.precision import Precision
 from composable.errors import PhaseError
 from composable.memory.offload import wait_for_traffic
 from composable.tensors.dtensors import gradient_like, gradient_of_shards, is_unreduced
@@ -113,11 +113,12 @@ class GradBucket:
     """See the top of this file.
 
     Args:
-        members: parameters with equal precision, device and mesh, and their slots.
+        group: of the parameters.
+        members: some of its parameters, and their slots.
+        mesh_info: the ranks over which they are reduced.
         text, unit_name: of its launches.
         factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is
             what was asked for.
-        to_rest: brings reduced gradients where they rest.
         keeps: gradients live in the bucket from step to step.
 
     Attributes:
@@ -131,15 +132,13 @@ class GradBucket:
 
     def __init__(
         self,
+        group: ParamGroup,
         members: Sequence[tuple[ManagedParam, Slot]],
-        precision: Precision,
-        device: torch.device,
         mesh_info: MeshInfo,
         *,
         text: str = "gradient reduction",
         unit_name: str = "",
         factor: float = 1.0,
-        to_rest: Callable[[list[Tensor]], list[Tensor]] = list,
         keeps: bool = False,
     ) -> None:
         self.params = tuple(param for param, _ in members)
@@ -149,15 +148,15 @@ class GradBucket:
         self._are_whole = all(param.info.form.is_whole for param in self.params)
         self.in_place = all(map(is_, self.at_rest, self.compute))
         # What is added to a gradient that is there must not be in its memory already.
-        keeps = keeps and self.in_place and precision.reduce == precision.gradient
+        keeps = keeps and self.in_place and group.precision.reduce == group.precision.gradient
         # Local tensors of the user's DTensors have memory of their own.
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
-            self.at_rest, slots, precision, device, mesh_info,
+            self.at_rest, slots, group.precision, group.device, mesh_info,
             text=text, unit_name=unit_name, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
-        self._to_rest = to_rest
+        self._to_rest = group.to_rest
         self.accumulated = Accumulated(self.params, self.reducer)
         # in place, a tensor hook of the unit multiplies what arrives
         self._factor = 1.0 if self.in_place else factor

@@ -185,10 +185,9 @@ class UnitGradients:
             )
         elif kind is not UnitKind.ARRIVAL:  # others are in buckets of all units
             bucket = GradBucket(
-                list(zip(group.params, group.slots, strict=True)),
-                group.precision, group.device, mesh_info,
+                group, group.members, mesh_info,
                 text=f"gradient reduction of unit '{self.name}'", unit_name=self.name,
-                factor=factor, to_rest=group.to_rest,
+                factor=factor,
             )  # fmt: skip
             self.buckets.append(bucket)
             if mesh_info.shard.size > 1 and mesh_info.replicate is not None:

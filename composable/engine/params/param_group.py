@@ -131,6 +131,7 @@ class ParamGroup(ABC):
         shard: the memory of shards; None if there is no one buffer of them.
         gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
             message, a cast, or a copy from the host. Otherwise they are the users' memory.
+        members: parameters with their slots.
         takes_message: unsharding takes a message, so that all ranks take part.
     """
 
@@ -156,6 +157,7 @@ class ParamGroup(ABC):
         self._warned = False
         self.layout = self._plan()
         self.slots = self.layout.slots
+        self.members = tuple(zip(self.params, self.slots, strict=True))
         self.takes_message = self.layout.gathered or self.extended
         # whose compute parameters are the memory of at-rest ones
         self._stays = [self._aliased(slot) for slot in self.slots]
@@ -168,7 +170,7 @@ class ParamGroup(ABC):
             near = mesh_info.post_forward
             if near and self.gather and self.layout.gathered and not self.extended:
                 self._near = Neighbours(self.gather.full, near)
-            for param, slot in zip(self.params, self.slots, strict=True):
+            for param, slot in self.members:
                 self._make_forms(param, slot)
             self._watch()
         self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
@@ -226,7 +228,7 @@ class ParamGroup(ABC):
         """Parameters that are whole already, and are computed with in other memory."""
         return [
             (param, slot)
-            for param, slot in zip(self.params, self.slots, strict=True)
+            for param, slot in self.members
             if slot.route is Route.WHOLE and slot.numel and not self._aliased(slot)
         ]
 
@@ -319,7 +321,7 @@ class ParamGroup(ABC):
         the next gather would fill what nobody reads. Theirs is dropped. Other ranks may not have
         done so, so that nothing is gathered for it.
         """
-        for param, slot in zip(self.params, self.slots, strict=True):
+        for param, slot in self.members:
             compute = param.compute
             if isinstance(compute, DTensor) or not (self.gathers or param.own is None):
                 continue
@@ -523,7 +525,7 @@ class ShardedGroup(ParamGroup):
     @override
     def _make_memory(self) -> tuple[Tensor, ...]:
         self.shard = self._make_shard()
-        for param, slot in zip(self.params, self.slots, strict=True):
+        for param, slot in self.members:
             view, given = self.shard_view(slot).data, param.users_local
             if given is None:
                 view.copy_(local_of(param.current).reshape(view.shape))  # type: ignore[arg-type]
@@ -610,7 +612,7 @@ class ShardedGroup(ParamGroup):
     @override
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         self.shard = move(self.shard)
-        for param, slot in zip(self.params, self.slots, strict=True):
+        for param, slot in self.members:
             param.move(move, self._local(slot))
 
 

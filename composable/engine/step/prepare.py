@@ -8,6 +8,7 @@ difference is looked into.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -301,7 +302,10 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         )  # fmt: skip
 
 
-_CALLS: Final = ("_call_impl", "_call_as_forward", "forward")
+# names of the functions that call a forward, and of what torch.compile makes of one
+_is_a_call: Final = re.compile(
+    "_call_impl|_call_as_forward|forward|torch_dynamo_resume_in.*"
+).fullmatch
 
 
 def modules_calling(*functions: str, frame: FrameType | None = None) -> list[nn.Module]:
@@ -317,14 +321,10 @@ def is_called(modules: Iterable[nn.Module]) -> bool:
     """Whether a forward of one of these is on the stack of any thread: a KeyboardInterrupt and a
     SystemExit end forwards, of which torch does not tell their hooks.
     """
-    for stack in sys._current_frames().values():
-        for frame, _ in walk_stack(stack):
-            name = frame.f_code.co_name
-            if name in _CALLS or name.startswith("torch_dynamo_resume_in"):
-                local = frame.f_locals
-                if any(module is local.get("self", local.get("module")) for module in modules):
-                    return True
-    return False
+    frames = (frame for stack in sys._current_frames().values() for frame, _ in walk_stack(stack))
+    found = [frame.f_locals for frame in frames if _is_a_call(frame.f_code.co_name)]
+    called = [names.get("self", names.get("module")) for names in found]
+    return any(module is each for module in modules for each in called)
 
 
 def _averages(ddp: Any, units: Sequence[Unit]) -> bool:

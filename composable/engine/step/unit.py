@@ -628,11 +628,8 @@ class Unit:
             self.show()
 
     def show_whole(self, scope: str) -> None:
-        """Modules hold whole parameters for the user to edit, see `shown_by`."""
+        """Modules hold whole parameters for the user to edit, see `shown_by`; "": no more."""
         self.shown_by = scope
-
-    def end_show_whole(self) -> None:
-        self.shown_by = ""
 
     def refrozen(self) -> list[ManagedParam]:
         """Parameters that users have frozen, or unfrozen, by what modules hold in place of the

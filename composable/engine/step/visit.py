@@ -243,7 +243,5 @@ def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
         )
 
 
-GRADIENT_HOOKS: Final = (
-    _gradient_arrived,
-    _gradient_arrived_at_rest,
-)  # what `Unit.initialize` takes
+# what `Unit.initialize` takes
+GRADIENT_HOOKS: Final = (_gradient_arrived, _gradient_arrived_at_rest)
