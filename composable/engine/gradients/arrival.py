@@ -24,6 +24,8 @@ from itertools import compress, repeat
 from operator import is_, itemgetter, ne, or_
 from typing import Final, NoReturn
 
+from typing_extensions import override
+
 from composable.comm.launch import Launch
 from composable.engine.gradients.agreed import Agreed
 from composable.engine.gradients.grad_bucket import GradBucket, SyncMode
@@ -62,13 +64,18 @@ class ArrivalBucket(GradBucket):
         mesh_info = unit.mesh_info
         super().__init__(
             group, members, mesh_info,
-            text=_text_of(unit, [param for param, _ in members]), unit_name=unit.name,
+            unit_name=unit.name,
             factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
         )  # fmt: skip
         self.unit = unit
         self.late = late
         self.missing: dict[ManagedParam, None] | None = {}
         self.silent: list[Arrival] = []
+
+    @override
+    def text_of(self, unit_name: str) -> str:
+        first, last = self.params[0].fqn, self.params[-1].fqn
+        return f"gradient all-reduce of unit '{unit_name}' ('{first}' to '{last}')"
 
     def open(self, *, agreed: bool) -> None:
         """A backward begins."""
@@ -170,7 +177,7 @@ class Buckets:
     def rename(self) -> None:
         """Units have other FQNs."""
         for bucket in self.buckets:
-            bucket.rename(_text_of(bucket.unit, bucket.params), bucket.unit.name)
+            bucket.rename(bucket.unit.name)
 
     def follow(self) -> None:
         """Parameters were frozen or unfrozen."""
@@ -294,11 +301,6 @@ class Buckets:
             partial(bucket.drop, begun=is_open and index >= self._launched)
             for index, bucket in enumerate(self.buckets)
         ]
-
-
-def _text_of(unit: UnitGradients, params: Sequence[ManagedParam]) -> str:
-    first, last = params[0].fqn, params[-1].fqn
-    return f"gradient all-reduce of unit '{unit.name}' ('{first}' to '{last}')"
 
 
 def _refuse_second_gradient(unit: UnitGradients, param: ManagedParam) -> NoReturn:

@@ -116,7 +116,7 @@ class GradBucket:
         group: of the parameters.
         members: some of its parameters, and their slots.
         mesh_info: the ranks over which they are reduced.
-        text, unit_name: of its launches.
+        unit_name: for messages.
         factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is
             what was asked for.
         keeps: gradients live in the bucket from step to step.
@@ -136,7 +136,6 @@ class GradBucket:
         members: Sequence[tuple[ManagedParam, Slot]],
         mesh_info: MeshInfo,
         *,
-        text: str = "gradient reduction",
         unit_name: str = "",
         factor: float = 1.0,
         keeps: bool = False,
@@ -153,7 +152,7 @@ class GradBucket:
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
             self.at_rest, slots, group.precision, group.device, mesh_info,
-            text=text, unit_name=unit_name, keeps=keeps,
+            text=self.text_of(unit_name), unit_name=unit_name, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self._to_rest = group.to_rest
@@ -172,9 +171,13 @@ class GradBucket:
         self._post_accumulate_hooks = list(map(post_accumulate_hooks, self.at_rest))
         self.follow()
 
-    def rename(self, text: str, unit_name: str) -> None:
-        """Name its messages, and its unit, so from now on."""
-        self.reducer.rename(text, unit_name)
+    def text_of(self, unit_name: str) -> str:
+        """Of its launches, in a unit with this name."""
+        return f"gradient reduction of unit '{unit_name}'"
+
+    def rename(self, unit_name: str) -> None:
+        """Its unit has this name from now on."""
+        self.reducer.rename(self.text_of(unit_name), unit_name)
 
     def follow(self) -> None:
         """Parameters may have been frozen or unfrozen."""

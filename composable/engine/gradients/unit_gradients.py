@@ -186,7 +186,7 @@ class UnitGradients:
         elif kind is not UnitKind.ARRIVAL:  # others are in buckets of all units
             bucket = GradBucket(
                 group, group.members, mesh_info,
-                text=f"gradient reduction of unit '{self.name}'", unit_name=self.name,
+                unit_name=self.name,
                 factor=factor,
             )  # fmt: skip
             self.buckets.append(bucket)
@@ -216,7 +216,7 @@ class UnitGradients:
         """Take the unit's FQN below the root."""
         self.name = name
         for bucket in self.buckets:
-            bucket.rename(f"gradient reduction of unit '{name}'", name)
+            bucket.rename(name)
         for sparse in self.sparse:
             sparse.rename(name)
 

@@ -560,9 +560,12 @@ class Root:
 
     # --- backward --------------------------------------------------------------------------------
 
-    def _open_backward(self) -> Iteration:
-        iteration = self.step.iteration
-        if self.phase is Phase.LOST:
+    def open_backward(self) -> Iteration:
+        """A backward is under way from now on."""
+        iteration, phase = self.step.iteration, self.phase
+        if iteration is not None and phase is Phase.BACKWARD:
+            return iteration
+        if phase is Phase.LOST:
             raise PhaseError(
                 f"a backward came to unit '{self.name}' after an earlier one of the same step had"
                 " raised: what that one brought is lost, and on some ranks more than on others."
@@ -594,13 +597,6 @@ class Root:
             # that has no root was not computed since the tree changed.
             if unit.root is not None or unit.kind is UnitKind.ARRIVAL:
                 self._root_of(unit).open_backward()
-        return iteration
-
-    def open_backward(self) -> Iteration:
-        """A backward is under way from now on."""
-        iteration = self.step.iteration
-        if iteration is None or self.phase is not Phase.BACKWARD:
-            iteration = self._open_backward()
         return iteration
 
     def _backward_iteration(self) -> Iteration | None:
