@@ -174,16 +174,6 @@ class Buckets:
         for unit in self._units:
             unit.arrive_in([each for each in self.buckets if each.unit is unit])
 
-    def rename(self) -> None:
-        """Units have other FQNs."""
-        for bucket in self.buckets:
-            bucket.rename(bucket.unit.name)
-
-    def follow(self) -> None:
-        """Parameters were frozen or unfrozen."""
-        for bucket in self.buckets:
-            bucket.follow()
-
     def open(self, *, by_arrival: bool) -> None:
         """A backward begins; every bucket takes part in it, whichever gradient came first.
 

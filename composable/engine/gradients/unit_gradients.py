@@ -197,10 +197,6 @@ class UnitGradients:
     def mesh_info(self) -> MeshInfo:
         return self.spec.mesh_info
 
-    @property
-    def is_sharded(self) -> bool:
-        return self.spec.kind is UnitKind.SHARDED
-
     def mesh_info_of(self, param: ManagedParam) -> MeshInfo:
         """The ranks over which gradients of `param` are reduced: the unit's, or its own."""
         return param.info.mesh_info or self.mesh_info
@@ -215,14 +211,14 @@ class UnitGradients:
     def rename(self, name: str) -> None:
         """Take the unit's FQN below the root."""
         self.name = name
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self._arrive_in):
             bucket.rename(name)
         for sparse in self.sparse:
             sparse.rename(name)
 
     def follow(self) -> None:
         """Parameters were frozen or unfrozen."""
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self._arrive_in):
             bucket.follow()
 
     # --- when gradients arrive -------------------------------------------------------------------

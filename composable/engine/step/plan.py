@@ -56,7 +56,6 @@ def plan_root(unit: Unit) -> Root:
             former.give_up_backward()
         if former.top is unit and set(former.units) == set(units):
             former.watch_tree(shared)
-            former.post_backward.buckets.rename()
             return former
     root = Root(unit, units, shared, root_of)
     for each in units:

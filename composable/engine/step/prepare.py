@@ -242,7 +242,6 @@ def _look_into(unit: Unit, root: Root, owners: Mapping[int, Holder]) -> bool:
         if group.device.type == "meta":
             raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))
     unit.follow()
-    root.post_backward.buckets.follow()
     return True
 
 
