@@ -101,8 +101,8 @@ def prepare_packed(module: nn.Module, device: torch.device) -> list[Callable[[],
         undo.append(_CastBias(module).remove)
     if packed and getattr(module, _REPACKS, False):
         # It would exchange the memory of what is gathered, and change the shared `quant_state`.
-        setattr(module, _REPACKS, False)
-        undo.append(partial(setattr, module, _REPACKS, True))
+        _set_repacks(module, repacks=False)
+        undo.append(partial(_set_repacks, module, repacks=True))
     return undo
 
 
@@ -134,6 +134,10 @@ class _CastBias:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _set_repacks(module: nn.Module, *, repacks: bool) -> None:
+    setattr(module, _REPACKS, repacks)
 
 
 def _load_scales(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

@@ -113,8 +113,8 @@ class GradBucket:
     """See the top of this file.
 
     Args:
-        group: of the parameters.
-        members: some of its parameters, and their slots.
+        group: has the parameters.
+        members: those of the bucket, and their slots.
         mesh_info: the ranks over which they are reduced.
         unit_name: for messages.
         factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is
@@ -172,7 +172,7 @@ class GradBucket:
         self.follow()
 
     def text_of(self, unit_name: str) -> str:
-        """Of its launches, in a unit with this name."""
+        """The text of its launches, in a unit with this name."""
         return f"gradient reduction of unit '{unit_name}'"
 
     def rename(self, unit_name: str) -> None:

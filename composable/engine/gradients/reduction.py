@@ -135,8 +135,7 @@ Stage = Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Tensor, Lau
 # --- the row behind the gradients ---------------------------------------------------------------
 
 
-# Of what must be equal on all ranks, its low bits travel.
-_BITS: Final = 4
+_BITS: Final = 4  # the low ones of `text`, and of `held`
 
 
 class MessageRow:
@@ -144,30 +143,27 @@ class MessageRow:
 
     Args:
         parameters: indices.
+        dtype, device: of the messages.
         compares: there are the columns `text` and `held`.
     """
 
-    def __init__(self, parameters: Sequence[int], *, compares: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[int], dtype: torch.dtype, device: torch.device, *, compares: bool
+    ) -> None:
         self._parameters = tuple(parameters)
+        self._dtype, self._device = dtype, device
         self._bits = 2 * _BITS if compares else 0
         self.numel = len(self._parameters) + 2 * self._bits
         self._last: tuple[object, Tensor] | None = None  # most rows are like the one before
 
-    def write(
-        self,
-        unused: Sequence[int],
-        text: int,
-        held: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
+    def write(self, unused: Sequence[int], text: int, held: int) -> Tensor:
         """This rank's row.
 
         Args:
             unused: indices of parameters that this rank has no gradient of.
             text, held: see the table at the top of this file.
         """
-        key = tuple(unused), text, held, dtype
+        key = tuple(unused), text, held
         if self._last is not None and self._last[0] == key:
             return self._last[1]
         said = [index not in unused for index in self._parameters]
@@ -176,8 +172,8 @@ class MessageRow:
             is_set = bool(number >> bit & 1)
             said += [not is_set, is_set]
         with torch.inference_mode(False):
-            row = torch.empty(self.numel, dtype=dtype, device=device)
-            row.copy_(torch.tensor(said, dtype=dtype), non_blocking=True)
+            row = torch.empty(self.numel, dtype=self._dtype, device=self._device)
+            row.copy_(torch.tensor(said, dtype=self._dtype), non_blocking=True)
         self._last = key, row
         return row
 
@@ -317,7 +313,8 @@ class ReducePlan:
         self._ranks = info.shard.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         trained = [index for index, trains in enumerate(trainable) if trains]
-        self.row = MessageRow(trained, compares=reducer.compares)
+        dtype, device = precision.reduce, reducer.device
+        self.row = MessageRow(trained, dtype, device, compares=reducer.compares)
         self.layout: ReduceLayout = plan_reduction(
             reducer.slots,
             trainable,
@@ -335,7 +332,7 @@ class ReducePlan:
             at_rest = [(index, reducer.at_rest[index]) for index in self.layout.trainable]
             self.specs = {i: each._spec for i, each in at_rest if isinstance(each, DTensor)}
         numel = self._ranks * self.layout.row_numel
-        self.message = ElasticBuffer(numel, precision.reduce, reducer.device)
+        self.message = ElasticBuffer(numel, dtype, device)
         with torch.inference_mode(False):
             self.sent = self.message.tensor.data
             self.rows = self.sent.view(self._ranks, -1)
@@ -581,7 +578,7 @@ class Reduction:
         reducer, plan, flat = self.reducer, self.plan, self.flat
         layout, dtype = plan.layout, flat.dtype
         scales = reducer.scales[self.shards_only]
-        row = plan.row.write(unused, plan.checksum, self.held, dtype, reducer.device)
+        row = plan.row.write(unused, plan.checksum, self.held)
         if reducer.first_stage is not None:
             sums = flat[plan.row_at].copy_(row)
             terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
