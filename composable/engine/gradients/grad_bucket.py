@@ -15,7 +15,7 @@ Memory. A bucket is *in place* if autograd accumulates on the very parameters th
 | ... and some of the bucket were  | yes      | stays, as a part of | its own: the sum is copied   |
 | there before this backward       |          | the sum             | to it                        |
 | `gradient_as_bucket_view`        | yes      | is a view of memory | the same view; the plan owns |
-|                                  |          | of a `KeptPlan`     | it from step to step         |
+|                                  |          | of the plan         | it from step to step         |
 
 What backwards under `no_sync` leave *is* the gradient of the at-rest parameter, in one of three
 forms. So users see it, `zero_grad` clears it, and there is no other copy (`Accumulated`).

@@ -37,13 +37,13 @@ def guarded(output: Any, root: Root) -> Any:
     """
     if not backward_will_be_compiled():
         return output
-    refuse = partial(refuse_compiled, root)
+    return map_tensors(output, partial(_guarded, refuse=partial(_refuse, root)))
 
-    def guard(tensor: Tensor) -> Tensor:
-        guarded: Tensor = _Uncompiled.apply(tensor, refuse)  # type: ignore[no-untyped-call]
-        return guarded
 
-    return map_tensors(output, lambda tensor: tensor if tensor.grad_fn is None else guard(tensor))
+def refuse_compiled(root: Root) -> None:
+    """Raise if the compiler runs this backward."""
+    if backward_is_compiled():
+        _refuse(root)
 
 
 def runs_again() -> bool:
@@ -53,8 +53,7 @@ def runs_again() -> bool:
     return in_backward() or backward_is_compiled()
 
 
-def refuse_compiled(root: Root) -> NoReturn:
-    """The compiler runs this backward."""
+def _refuse(root: Root) -> NoReturn:
     raise DifferentiationError(
         f"compiled autograd runs this backward, and {root.eager_because or NOT_ON}. Gradients would"
         " have to be reduced outside of its graph, and it does not tell when it ends. Compile the"
@@ -81,3 +80,10 @@ class _Uncompiled(torch.autograd.Function):
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> Any:
         ctx.refuse()  # asked for when the node is recorded, in torch 2.11 to 2.14
+
+
+def _guarded(tensor: Tensor, refuse: Any) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor
+    outcome: Tensor = _Uncompiled.apply(tensor, refuse)  # type: ignore[no-untyped-call]
+    return outcome

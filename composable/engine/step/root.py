@@ -59,7 +59,7 @@ from torch import nn
 
 from composable.comm.base import compare_launches
 from composable.comm.ledger import debug_enabled, ledger_of
-from composable.compilation import backward_is_compiled, untraced
+from composable.compilation import untraced
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch
 from composable.engine.gradients.agreed import InputGradMode, agreed_by
@@ -214,8 +214,7 @@ def _end_of_backward(root: Root) -> BackwardEnd:
     number = backward_id()  # autograd's, of the pass that this thread is in
     end = _ENDS.get(number)
     if end is None:
-        if backward_is_compiled():
-            refuse_compiled(root)
+        refuse_compiled(root)
         end = _ENDS[number] = BackwardEnd()
         on_backward_end(end)  # queued on autograd's engine
     end.roots.append(root)
