@@ -109,14 +109,13 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
         if first != get_ident() and not in_backward():
             if _is_on_a_stack(root.step):
                 root.refuse_second_thread(first)
-            reset_interrupted(root, "its forward did not end", entering=module)
-            return root_for_call(unit, module, computes=computes)
-        forward = root.step.forward
-        assert forward is not None
-        # not `computes`: `join` and `skipped` enter it without a call on the stack
-        if forward.module is not module or not computes or _is_called_inside_its_call(module):
-            return root
-        # entered again from outside
+        else:
+            forward = root.step.forward
+            assert forward is not None
+            # not `computes`: `join` and `skipped` enter it without a call on the stack
+            if forward.module is not module or not computes or _is_called_inside_its_call(module):
+                return root
+        # an interrupt has ended the forward, in another thread or before it is entered again here
         reset_interrupted(root, "its forward did not end", entering=module)
     else:
         if root.phase is Phase.BACKWARD and not in_backward() and (first := _runs_backward()):
