@@ -94,7 +94,7 @@ from composable.state.writing import give_memory as give_memory
 
 if TYPE_CHECKING:
     from composable.engine.gradients import reduction
-    from composable.engine.gradients.unreduced import SyncMode
+    from composable.engine.gradients.grad_bucket import SyncMode
     from composable.engine.params import param_group
     from composable.engine.step import root
 

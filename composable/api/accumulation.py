@@ -13,7 +13,7 @@ from torch import nn
 from composable.api.scopes import units_in
 from composable.checked import checked
 from composable.compilation import untraced
-from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.step.observer import notify_communication
 from composable.engine.step.plan import launch_held
 from composable.engine.step.root import end_interrupted, land_held

@@ -14,8 +14,8 @@ from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.naming import find_fqn, modules_of
 from composable.contract.tree import SHARD, annotation_of, walk
-from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.params.unit_kind import UnitKind
+from composable.engine.gradients.grad_bucket import SyncMode
+from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.step.unit import Unit, units_below
 from composable.errors import (
     AlreadyAnnotatedError,

@@ -54,17 +54,16 @@ from composable.contract.tree import (
     registered_parameters,
     walk,
 )
-from composable.engine.edits.conversions import keep_attributes
 from composable.engine.edits.copies import attach_copying, detach_copying
-from composable.engine.edits.loading import StateDictHooks
+from composable.engine.edits.loading import StateDictHooks, keep_attributes
 from composable.engine.edits.removal import restore
 from composable.engine.edits.tree import settle
+from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ParamInfo
-from composable.engine.params.unit_kind import UnitKind
+from composable.engine.params.precision import ExactModule
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import GRADIENT_HOOKS, Visit
 from composable.errors import unit_name
-from composable.features.exact import ExactModule
 from composable.features.grouping import GroupingByForm
 from composable.features.packed import is_packed, prepare_packed
 from composable.policies import PolicyLike

@@ -43,7 +43,7 @@ from composable.config import MixedPrecisionPolicy
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, Sends
-from composable.engine.params.sharded import ShardedGroup
+from composable.engine.params.param_group import ShardedGroup
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer, note_resized

@@ -38,7 +38,7 @@ from composable.comm.launch import Launch
 from composable.comm.ledger import ledger_of
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.reduction import Stage
-from composable.engine.gradients.unit_gradients import Stages, UnitGradients
+from composable.engine.gradients.unit_gradients import Stages, UnitGradients, UnitKind
 from composable.engine.params.param import cut
 from composable.engine.step.unit import Unit
 from composable.errors import CommHookError, CommunicationError, first_line
@@ -349,5 +349,5 @@ def names_of_hooks(unit: UnitGradients) -> str:
     """The hooks of `unit` in words, with their stages where there are two."""
     hooks = sorted(hooks_of(unit).items(), reverse=True)  # in the order of the stages
     mesh = unit.mesh_info.mesh
-    two = unit.is_sharded and mesh is not None and mesh.ndim == 2
+    two = unit.spec.kind is UnitKind.SHARDED and mesh is not None and mesh.ndim == 2
     return ", ".join(f"{hook.name} ({stage})" if two else hook.name for stage, hook in hooks)

@@ -22,10 +22,10 @@ import torch
 from torch.distributed._functional_collectives import all_reduce
 
 from composable.compilation import backward_is_compiled, traceable
+from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.gradients.reduction import division_factors
-from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param_hooks import DeferredHooks
-from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.observer import DECISIONS, open_scope
 from composable.engine.step.root import Root
 from composable.errors import DifferentiationError

@@ -24,7 +24,7 @@ from composable.compilation import unwrapped
 from composable.config import MixedPrecisionPolicy
 from composable.contract.methods import Method, bind_method, unbind_method
 from composable.contract.tree import SHARD, annotation_of
-from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.step.observer import OBSERVERS, Observer
 from composable.engine.step.root import roots_of

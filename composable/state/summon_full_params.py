@@ -188,7 +188,7 @@ def _hide(
             if id(place.registered) in wholes:
                 place.register(each.param.at_rest)
     for unit in units:
-        unit.end_show_whole()
+        unit.show_whole("")
     return tied
 
 

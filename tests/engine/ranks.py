@@ -14,13 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm import LocalComm, MeshInfo, Traits
 from composable.contract.tree import Place
-from composable.engine.gradients.grad_bucket import GradBucket
-from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.gradients.grad_bucket import GradBucket, SyncMode
 from composable.engine.params.layout import ParamShape
 from composable.engine.params.param import ManagedParam, ParamInfo
+from composable.engine.params.param_group import ReplicatedGroup, ShardedGroup
 from composable.engine.params.precision import Precision
-from composable.engine.params.replicated import ReplicatedGroup
-from composable.engine.params.sharded import ShardedGroup
 from tests.comm.in_process import seats
 
 CPU: Final = torch.device("cpu")
@@ -115,8 +113,7 @@ class Rank:
             else ReplicatedGroup(*args, rest_mesh=self.rest_mesh, read_apart=False)
         )
         self.group.rename("u")
-        members = list(zip(self.params, self.group.slots, strict=True))
-        self.bucket = GradBucket(members, self.precision, CPU, self.info, factor=self.factor)
+        self.bucket = GradBucket(self.group, self.group.members, self.info, factor=self.factor)
 
     @property
     def at_rest(self) -> list[nn.Parameter]:

@@ -18,7 +18,7 @@ from composable import fully_shard, replicate
 from composable.comm import LocalComm, MeshInfo, ledger_of
 from composable.contract.tree import Place
 from composable.engine.edits.loading import StateDictHooks
-from composable.engine.gradients.agreed_order import AgreedOrder
+from composable.engine.gradients.agreed import Agreed
 from composable.engine.gradients.arrival import FIRST_BYTES, Buckets
 from composable.engine.params.param import ParamInfo
 from composable.engine.step.unit import Unit, UnitSpec
@@ -43,7 +43,7 @@ def _unit(
     spec = UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes)
     unit.initialize(spec, GRADIENT_HOOKS, StateDictHooks(unit).watch)
     unit.build()
-    return unit, Buckets([unit.gradients], AgreedOrder())
+    return unit, Buckets([unit.gradients], Agreed(()))
 
 
 def _filled(buckets: Buckets) -> list[list[int]]:

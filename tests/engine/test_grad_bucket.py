@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composable.comm import MeshInfo, Traits
-from composable.engine.gradients.reduction import ReductionState
-from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.gradients.grad_bucket import SyncMode
+from composable.engine.gradients.reduction import MessageRow, ReductionState
 from composable.engine.params.layout import ParamShape
 from composable.engine.params.param import cut
 from composable.engine.params.precision import Precision
@@ -461,6 +461,15 @@ def test_a_lost_step_leaves_nothing_but_what_was_reduced_before(mesh: str, when:
     _zero_grad(ranks)
     _step(ranks, 2.0)
     _assert_filled(ranks, 2.0)
+
+
+def test_rows_agree_if_all_ranks_wrote_one_text_and_one_number() -> None:
+    rows = MessageRow((0, 2), torch.float32, torch.device("cpu"), compares=True)
+    mine = rows.write([2], text=0b1010, held=3)
+    assert rows.used(mine.tolist()) == {0: True, 2: False}
+    assert rows.agrees((mine + rows.write([0], text=0b1010, held=3)).tolist())
+    for text, held in ((0b1011, 3), (0b0010, 3), (0b1010, 4), (0b1010, 2)):
+        assert not rows.agrees((mine + rows.write([2], text, held)).tolist())
 
 
 class _Failed:

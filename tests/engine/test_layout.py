@@ -87,15 +87,16 @@ def test_places_in_both_buffers_are_aligned_and_apart(plan: Planned) -> None:
 @given(planned())
 def test_packed_shards_lie_side_by_side_so_that_one_message_carries_them(plan: Planned) -> None:
     layout = plan.layout
-    end_of_all = layout.packed_start + layout.packed_numel
+    end_of_all = layout.cut_numel
     for slot in layout.slots:
         end = slot.shard_start + slot.chunk_numel
         if slot.route is Route.PACKED:
             assert layout.packed_start <= slot.shard_start <= end <= end_of_all
         elif slot.chunk_numel:
             assert end <= layout.packed_start or slot.shard_start >= end_of_all
-    assert layout.packed_numel == 0 or layout.of(Route.PACKED)
-    assert layout.packed_numel % plan.packed_align == 0
+    packed_numel = layout.cut_numel - layout.packed_start
+    assert packed_numel == 0 or layout.of(Route.PACKED)
+    assert packed_numel % plan.packed_align == 0
     assert not any(slot.chunk_numel % plan.packed_align for slot in layout.of(Route.DIRECT)), (
         "no message is padded"
     )
@@ -188,7 +189,7 @@ def _drawn(layout: GatherLayout) -> str:
     return "\n".join(
         [
             *lines,
-            f"packed {layout.packed_start}+{layout.packed_numel},"
+            f"packed {layout.packed_start}+{layout.cut_numel - layout.packed_start},"
             f" buffers of {layout.shard_numel}, {layout.full_numel} and {layout.late_numel}",
         ]
     )

@@ -24,8 +24,7 @@ from composable import (
     stream_full,
     unshard,
 )
-from composable.engine.params.replicated import ReplicatedGroup
-from composable.engine.params.sharded import ShardedGroup
+from composable.engine.params.param_group import ReplicatedGroup, ShardedGroup
 from composable.errors import OptimizerError, PhaseError
 from composable.memory.offload import HostHome
 from composable.state import host

@@ -9,6 +9,8 @@ name, at the end of loading.
 With `assign=True` torch registers a new parameter per entry. A tied parameter has several entries
 and stays one: its first entry is registered at all of its places, and the others must have the same
 values.
+
+`Module.to` and its like keep what users have set on such parameters (`keep_attributes`).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import untraced
 from composable.contract.contract import drop_attribute
+from composable.contract.methods import set_method, unbind_method
 from composable.engine.edits.written import written
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import (
@@ -42,9 +45,14 @@ from composable.engine.step.observer import called
 from composable.engine.step.prepare import is_called, modules_calling
 from composable.engine.step.unit import EXPLICIT, Unit, unit_of
 from composable.errors import AnnotationError
-from composable.tensors.dtensors import describe_mesh, dtensor_parameter
+from composable.tensors.dtensors import (
+    describe_mesh,
+    dtensor_parameter,
+    gradient_like,
+    is_unreduced,
+)
 from composable.tensors.protocol import as_class_of, cloned
-from composable.torch_private import local_of
+from composable.torch_private import CONVERT, local_of
 
 logger = logging.getLogger("composable")
 
@@ -259,3 +267,40 @@ def warn_of_other_groups(module: nn.Module, prefix: str) -> None:
             " ranks that share it",
             label, ranks.size(), number,
         )  # fmt: skip
+
+
+# --- conversions --------------------------------------------------------------------------------
+
+
+def keep_attributes(modules: Iterable[nn.Module]) -> list[Callable[[], object]]:
+    """Let parameters of these modules keep what users have set on them in `Module.to`, `half`,
+    `cpu`, `to_empty`; returns what undoes it.
+
+    torch exchanges the insides of a `DTensor` with those of the one that it becomes, and the Python
+    attributes go with them: groups of an optimizer that are made by attribute (`no_weight_decay`)
+    would be others, without a word. It asks each module to convert its own parameters, by a method
+    that is looked up on the object; so each module that has parameters at rest gets one.
+    """
+    return [
+        partial(unbind_method, module, CONVERT)
+        for module in modules
+        if set_method(module, CONVERT, _convert)
+    ]
+
+
+def _convert(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+) -> nn.Module:
+    def convert(tensor: Tensor) -> Tensor:
+        if is_unreduced(tensor):  # torch would reduce it, on the ranks that have one
+            return gradient_like(fn(local_of(tensor)), tensor)  # type: ignore[arg-type]
+        return fn(tensor)
+
+    said = [(each, dict(vars(each))) for each in module._parameters.values() if each is not None]
+    try:
+        converted: nn.Module = getattr(type(module), CONVERT)(module, convert, *args, **kwargs)
+    finally:
+        for parameter, attributes in said:
+            own = vars(parameter)
+            own.update({name: each for name, each in attributes.items() if name not in own})
+    return converted

@@ -11,8 +11,8 @@ from torch import nn
 
 from composable.contract.contract import on_undo
 from composable.contract.tree import Place
+from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ManagedParam, ParamInfo
-from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.unit import Unit, rename_below, units_below, without_shards
 
 

@@ -24,12 +24,13 @@ from itertools import compress, repeat
 from operator import is_, itemgetter, ne, or_
 from typing import Final, NoReturn
 
+from typing_extensions import override
+
 from composable.comm.launch import Launch
-from composable.engine.gradients.agreed_order import AgreedOrder
-from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.agreed import Agreed
+from composable.engine.gradients.grad_bucket import GradBucket, SyncMode
 from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import UnitGradients
-from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, gradient_of
 from composable.engine.params.param_group import ParamGroup
@@ -62,14 +63,19 @@ class ArrivalBucket(GradBucket):
     ) -> None:
         mesh_info = unit.mesh_info
         super().__init__(
-            members, group.precision, group.device, mesh_info,
-            text=_text_of(unit, [param for param, _ in members]), unit_name=unit.name,
+            group, members, mesh_info,
+            unit_name=unit.name,
             factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
         )  # fmt: skip
         self.unit = unit
         self.late = late
         self.missing: dict[ManagedParam, None] | None = {}
         self.silent: list[Arrival] = []
+
+    @override
+    def text_of(self, unit_name: str) -> str:
+        first, last = self.params[0].fqn, self.params[-1].fqn
+        return f"gradient all-reduce of unit '{unit_name}' ('{first}' to '{last}')"
 
     def open(self, *, agreed: bool) -> None:
         """A backward begins."""
@@ -116,7 +122,7 @@ class Buckets:
         buckets: in the order in which they are launched.
     """
 
-    def __init__(self, units: Sequence[UnitGradients], agreed: AgreedOrder) -> None:
+    def __init__(self, units: Sequence[UnitGradients], agreed: Agreed) -> None:
         self._units = list(units)
         self._agreed = agreed
         self.is_open = self._by_arrival = False
@@ -128,7 +134,7 @@ class Buckets:
             param: (unit, group, slot)
             for unit in units
             for group in unit.groups
-            for param, slot in zip(group.params, group.slots, strict=True)
+            for param, slot in group.members
             if not only_looked_up(param.info)
         }
         last_first = [param for unit in reversed(units) for param in reversed(unit.params)]
@@ -167,16 +173,6 @@ class Buckets:
             self._bucket_of.update(dict.fromkeys(members, bucket))
         for unit in self._units:
             unit.arrive_in([each for each in self.buckets if each.unit is unit])
-
-    def rename(self) -> None:
-        """Units have other FQNs."""
-        for bucket in self.buckets:
-            bucket.rename(_text_of(bucket.unit, bucket.params), bucket.unit.name)
-
-    def follow(self) -> None:
-        """Parameters were frozen or unfrozen."""
-        for bucket in self.buckets:
-            bucket.follow()
 
     def open(self, *, by_arrival: bool) -> None:
         """A backward begins; every bucket takes part in it, whichever gradient came first.
@@ -295,11 +291,6 @@ class Buckets:
             partial(bucket.drop, begun=is_open and index >= self._launched)
             for index, bucket in enumerate(self.buckets)
         ]
-
-
-def _text_of(unit: UnitGradients, params: Sequence[ManagedParam]) -> str:
-    first, last = params[0].fqn, params[-1].fqn
-    return f"gradient all-reduce of unit '{unit.name}' ('{first}' to '{last}')"
 
 
 def _refuse_second_gradient(unit: UnitGradients, param: ManagedParam) -> NoReturn:

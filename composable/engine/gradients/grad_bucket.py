@@ -5,8 +5,6 @@ at-rest parameters.
 puts the sums on the at-rest parameters, cast to the gradient dtype and added to what is there. If
 no rank had a gradient of a parameter, `.grad` stays as it was, on all ranks.
 
-Gradients that wait under `no_sync` are in `unreduced.py`.
-
 Memory. A bucket is *in place* if autograd accumulates on the very parameters that users see.
 
 | case                             | in place | autograd's gradient | memory of what lands         |
@@ -17,14 +15,31 @@ Memory. A bucket is *in place* if autograd accumulates on the very parameters th
 | ... and some of the bucket were  | yes      | stays, as a part of | its own: the sum is copied   |
 | there before this backward       |          | the sum             | to it                        |
 | `gradient_as_bucket_view`        | yes      | is a view of memory | the same view; the plan owns |
-|                                  |          | of a `KeptPlan`     | it from step to step         |
+|                                  |          | of the plan         | it from step to step         |
+
+What backwards under `no_sync` leave *is* the gradient of the at-rest parameter, in one of three
+forms. So users see it, `zero_grad` clears it, and there is no other copy (`Accumulated`).
+
+| parameter at rest             | its gradient until it is reduced                                |
+|-------------------------------|-----------------------------------------------------------------|
+| a `DTensor`                   | a `DTensor` around this rank's whole gradient, `Partial`        |
+| the same, under               | one around a shard, reduced over the shard dimension already,   |
+| `no_sync(level="replicate")`  | `Partial` over the replicate dimension                          |
+| the user's own, `replicate`   | this rank's whole gradient, as it is; a mark says so            |
+
+A `Partial` of a mean reads as what would land if it were reduced now.
+
+What waits has the wider of the gradient and the reduce dtype, as in FSDP2: of bfloat16 parameters
+that are reduced in float32, a sum of many backwards in bfloat16 would stop growing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
 from operator import is_, is_not, or_
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,36 +47,78 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.gradients.reduction import Reducer, Reduction, counts_of
-from composable.engine.gradients.unreduced import Accumulated, SyncMode
-from composable.engine.params.layout import Slot
-from composable.engine.params.param import ManagedParam, gradient_of, trainability
+from composable.engine.gradients.reduction import Reducer, Reduction
+from composable.engine.params.form import ParamForm
+from composable.engine.params.layout import Route, Slot
+from composable.engine.params.param import (
+    ManagedParam,
+    cut,
+    gradient_of,
+    keep_gradients_in,
+    set_holds_unreduced,
+    trainability,
+)
+from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.param_hooks import (
     post_accumulate_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
 )
-from composable.engine.params.precision import Precision
+from composable.errors import PhaseError
 from composable.memory.offload import wait_for_traffic
-from composable.tensors.dtensors import gradient_like, is_unreduced
+from composable.tensors.dtensors import gradient_like, gradient_of_shards, is_unreduced
 from composable.torch_private import (
     as_tensors,
     dtensors_around,
     gradient_hooks,
     local_of,
+    local_tensor,
+    locals_of,
     placed_alike,
 )
+
+
+class SyncMode(enum.Enum):
+    """What happens to a unit's gradients when its reduction is due."""
+
+    REDUCE = "they are reduced, with all that was accumulated"
+    HOLD = "they are accumulated on their rank (no_sync)"
+    HOLD_SHARDS = (
+        "they are reduced over the shard dimension and accumulated (no_sync(level='replicate'))"
+    )
+
+
+class Accumulation:
+    """The scopes of `no_sync` that a unit is in; the innermost decides.
+
+    Attributes:
+        now: what a backward that runs now does.
+    """
+
+    __slots__ = ("_scopes", "now")
+
+    def __init__(self) -> None:
+        self.now = SyncMode.REDUCE
+        self._scopes: dict[object, SyncMode] = {}
+
+    def open_scope(self, scope: object, mode: SyncMode) -> None:
+        self._scopes[scope] = self.now = mode
+
+    def close_scope(self, scope: object) -> None:
+        self._scopes.pop(scope, None)
+        self.now = next(reversed(self._scopes.values()), SyncMode.REDUCE)
 
 
 class GradBucket:
     """See the top of this file.
 
     Args:
-        members: parameters with equal precision, device and mesh, and their slots.
-        text, unit_name: of its launches.
+        group: has the parameters.
+        members: those of the bucket, and their slots.
+        mesh_info: the ranks over which they are reduced.
+        unit_name: for messages.
         factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is
             what was asked for.
-        to_rest: brings reduced gradients where they rest.
         keeps: gradients live in the bucket from step to step.
 
     Attributes:
@@ -75,15 +132,12 @@ class GradBucket:
 
     def __init__(
         self,
+        group: ParamGroup,
         members: Sequence[tuple[ManagedParam, Slot]],
-        precision: Precision,
-        device: torch.device,
         mesh_info: MeshInfo,
         *,
-        text: str = "gradient reduction",
         unit_name: str = "",
         factor: float = 1.0,
-        to_rest: Callable[[list[Tensor]], list[Tensor]] = list,
         keeps: bool = False,
     ) -> None:
         self.params = tuple(param for param, _ in members)
@@ -93,15 +147,15 @@ class GradBucket:
         self._are_whole = all(param.info.form.is_whole for param in self.params)
         self.in_place = all(map(is_, self.at_rest, self.compute))
         # What is added to a gradient that is there must not be in its memory already.
-        keeps = keeps and self.in_place and precision.reduce == precision.gradient
+        keeps = keeps and self.in_place and group.precision.reduce == group.precision.gradient
         # Local tensors of the user's DTensors have memory of their own.
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
-            self.at_rest, slots, precision, device, mesh_info,
-            text=text, unit_name=unit_name, keeps=keeps,
+            self.at_rest, slots, group.precision, group.device, mesh_info,
+            text=self.text_of(unit_name), unit_name=unit_name, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
-        self._to_rest = to_rest
+        self._to_rest = group.to_rest
         self.accumulated = Accumulated(self.params, self.reducer)
         # in place, a tensor hook of the unit multiplies what arrives
         self._factor = 1.0 if self.in_place else factor
@@ -117,9 +171,13 @@ class GradBucket:
         self._post_accumulate_hooks = list(map(post_accumulate_hooks, self.at_rest))
         self.follow()
 
-    def rename(self, text: str, unit_name: str) -> None:
-        """Name its messages, and its unit, so from now on."""
-        self.reducer.rename(text, unit_name)
+    def text_of(self, unit_name: str) -> str:
+        """The text of its launches, in a unit with this name."""
+        return f"gradient reduction of unit '{unit_name}'"
+
+    def rename(self, unit_name: str) -> None:
+        """Its unit has this name from now on."""
+        self.reducer.rename(self.text_of(unit_name), unit_name)
 
     def follow(self) -> None:
         """Parameters may have been frozen or unfrozen."""
@@ -224,7 +282,7 @@ class GradBucket:
         trainable = (
             tuple(map(or_, waiting.wanted, self.trainable)) if waiting.wanted else self.trainable
         )
-        counts = counts_of(reducer.text, waiting.backwards)
+        held = waiting.backwards
         carried: Sequence[tuple[int, Tensor]] = ()
         gradients = self._take()
         if waiting.backwards:
@@ -241,7 +299,7 @@ class GradBucket:
                 waiting.end()
         plan = reducer.plan_of(trainable)
         self.reduction = Reduction(
-            reducer, plan, gradients, counts,
+            reducer, plan, gradients, held,
             absent=absent, carried=carried, shards_only=shards_only,
         )  # fmt: skip
 
@@ -399,3 +457,172 @@ def _add(parameter: nn.Parameter, grad: Tensor, more: Tensor) -> None:
         local_of(grad).add_(local_of(more))
     else:
         grad.add_(more)
+
+
+# --- under no_sync ------------------------------------------------------------------------------
+
+
+class Accumulated:
+    """The gradients of one bucket that wait to be reduced.
+
+    Attributes:
+        marks: what is accumulated is plain, and marked as such; otherwise `Partial` says so.
+        backwards: that brought them.
+        wanted: which parameters trained in any of these.
+        dtype: of what `add` and `add_shards` leave. In place, autograd adds in the gradient dtype.
+    """
+
+    def __init__(self, params: Sequence[ManagedParam], reducer: Reducer) -> None:
+        self._params = params
+        self._at_rest = tuple(param.at_rest for param in params)
+        self._reducer = reducer
+        self.marks = all(param.at_rest is param.own for param in params)
+        precision = reducer.precision
+        self.dtype = torch.promote_types(precision.reduce, precision.gradient)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing waits any more."""
+        self.backwards = 0
+        self.wanted: tuple[bool, ...] = ()
+
+    def resume(self, former: Iterable[Accumulated]) -> None:
+        """Go on with what waits in former buckets: users have moved or replaced parameters, or a
+        unit came or went.
+        """
+        wanted: dict[ManagedParam, bool] = {}
+        for each in former:
+            if each.backwards and not set(each._params).isdisjoint(self._params):
+                self.backwards = max(self.backwards, each.backwards)
+                wanted.update(zip(each._params, each.wanted, strict=True))
+        if self.backwards:
+            self.wanted = tuple(wanted.get(param, False) for param in self._params)
+            self._mark()
+
+    def _mark(self) -> None:
+        for at_rest in self._at_rest if self.marks else ():
+            set_holds_unreduced(at_rest, holds=True)
+
+    def end(self) -> None:
+        """What waited is about to be reduced, or is dropped."""
+        for at_rest in self._at_rest if self.marks else ():
+            set_holds_unreduced(at_rest, holds=False)
+        for at_rest in self._at_rest if self.dtype != self._reducer.precision.gradient else ():
+            keep_gradients_in(self._reducer.precision.gradient, at_rest)
+        self.forget()
+
+    # --- gradients come --------------------------------------------------------------------------
+
+    def begin(self, trainable: Sequence[bool]) -> None:
+        """A backward, in which these parameters train, leaves gradients here."""
+        self.backwards += 1
+        self.wanted = tuple(map(or_, self.wanted or trainable, trainable))
+        self._mark()
+
+    def add(self, gradients: Sequence[Tensor | None], trainable: Sequence[bool]) -> None:
+        """Add the gradients of the backward that `begin` was called for to what waits.
+
+        | what is on the parameter               | then                                            |
+        |----------------------------------------|-------------------------------------------------|
+        | nothing                                | the gradient waits                              |
+        | what waits, in no sum yet              | the gradient is added to it                     |
+        | a mean, whole on each rank (`marks`)   | likewise: it is a term of the next mean         |
+        | this rank's shard of a sum or mean     | the gradient waits; the shard, times the number |
+        |                                        | of shards, is added to its part of it           |
+
+        The reduction to come divides by as many ranks as it sums over. So in the last case each
+        rank of the shard dimension adds its own shard, all replicas the same. A mean becomes a term
+        of the next one on all ranks alike, also without a gradient here: other ranks may have one.
+        """
+        for index, gradient in enumerate(gradients):
+            at_rest = self._at_rest[index]
+            before = at_rest.grad
+            unreduced = self.backwards > 1 if self.marks else is_unreduced(before)
+            reduced = before is not None and not unreduced
+            if gradient is None and (self.marks or not (reduced and trainable[index])):
+                continue
+            if reduced:
+                self._refuse_hooks_twice(index)
+            if gradient is None:  # other ranks may have one
+                gradient = self._reducer.dense(index, None)
+            form, dtype = self._params[index].info.form, self.dtype
+            if before is None:
+                self._show(index, self._unreduced(index, gradient.to(dtype)))
+            elif self.marks or _is_whole(before, form):
+                before = before.to(dtype)  # marked ones that were reduced earlier have another
+                self._show(index, before)
+                local_tensor(before).add_(gradient)
+            else:
+                whole, slot = gradient.to(dtype), self._reducer.slots[index]
+                # of a parameter that each rank has whole, that is all of it
+                ranks = 1 if slot.route is Route.WHOLE else slot.num_shards
+                mean = local_of(before).to(whole.device)  # type: ignore[arg-type]
+                cut(whole, slot, self._reducer.mesh_info.shard.rank).add_(mean, alpha=ranks)
+                self._show(index, self._unreduced(index, whole))
+
+    def _show(self, index: int, gradient: Tensor) -> None:
+        """Let users see what waits as the gradient of their parameter."""
+        at_rest = self._at_rest[index]
+        if gradient.dtype != self._reducer.precision.gradient:
+            at_rest.grad_dtype = None  # torch would refuse it otherwise; `end` undoes this
+        at_rest.grad = gradient
+
+    def _unreduced(self, index: int, whole: Tensor) -> Tensor:
+        at_rest = self._at_rest[index]
+        if self.marks:
+            return gradient_like(whole, at_rest)
+        return self._params[index].info.form.unreduced(whole, at_rest)
+
+    def add_shards(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
+        """Add gradients that are reduced over the shard dimension."""
+        for index, local in zip(indices, fresh, strict=True):
+            at_rest = self._at_rest[index]
+            before = at_rest.grad
+            if isinstance(before, DTensor) and is_unreduced(before):
+                local_of(before).add_(local)
+                continue
+            if isinstance(before, DTensor):  # a mean, the same on every replica
+                self._refuse_hooks_twice(index)
+                local = local + local_of(before)
+            form, shard_dim = self._params[index].info.form, self._reducer.mesh_info.shard_dim
+            self._show(index, gradient_of_shards(local, at_rest, form.ndim, form.ndim + shard_dim))
+
+    def _refuse_hooks_twice(self, index: int) -> None:
+        if gradient_hooks(self._at_rest[index]):
+            raise PhaseError(
+                f"parameter '{self._params[index].fqn}' has a reduced gradient, for which its"
+                " tensor hooks were called; under no_sync more is added to it, and they would be"
+                " called again for all of it. Call zero_grad() before the first backward under"
+                " no_sync"
+            )
+
+    # --- they are reduced ------------------------------------------------------------------------
+
+    def take(
+        self, gradients: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[tuple[int, Tensor]]]:
+        """Whole gradients to be reduced: those of this backward, and with them what waited; and
+        shards, by index, that are reduced over the shard dimension already.
+        """
+        carried: list[tuple[int, Tensor]] = []
+        for index, at_rest in enumerate(self._at_rest):
+            held = at_rest.grad
+            # a marked gradient whose parameter trained in none of these backwards is from an
+            # earlier step
+            if held is None or not (self.wanted[index] if self.marks else is_unreduced(held)):
+                continue
+            if not self.marks and not _is_whole(held, self._params[index].info.form):
+                carried.append((index, local_of(held)))  # type: ignore[arg-type]
+                continue
+            fresh, (local,) = gradients[index], locals_of([held])
+            gradients[index] = local if fresh is None else local.add_(fresh)
+            at_rest.grad = None
+        dtype = self.dtype
+        return [None if gradient is None else gradient.to(dtype) for gradient in gradients], carried
+
+
+def _is_whole(gradient: Tensor | None, form: ParamForm) -> TypeGuard[DTensor]:
+    """Whether `gradient` was accumulated before any stage of its reduction."""
+    return isinstance(gradient, DTensor) and all(
+        placement.is_partial() for placement in gradient.placements[form.ndim :]
+    )

@@ -35,12 +35,10 @@ from typing import Final
 
 from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import checksum, debug_enabled
-from composable.engine.gradients.agreed_order import AgreedOrder
+from composable.engine.gradients.agreed import Agreed
 from composable.engine.gradients.arrival import Buckets
-from composable.engine.gradients.grad_bucket import GradBucket
-from composable.engine.gradients.unit_gradients import UnitGradients
-from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.params.unit_kind import UnitKind
+from composable.engine.gradients.grad_bucket import GradBucket, SyncMode
+from composable.engine.gradients.unit_gradients import UnitGradients, UnitKind
 from composable.errors import ComposableError, RanksDisagreeError
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
@@ -87,7 +85,7 @@ class PostBackward:
         buckets: of units that are reduced by arrival.
     """
 
-    def __init__(self, units: Sequence[UnitGradients], agreed: AgreedOrder) -> None:
+    def __init__(self, units: Sequence[UnitGradients], agreed: Agreed) -> None:
         self._units = list(units)
         self._agreed = agreed
         self._indices = {unit: index for index, unit in enumerate(units)}

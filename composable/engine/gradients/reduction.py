@@ -38,7 +38,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -135,20 +135,7 @@ Stage = Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Tensor, Lau
 # --- the row behind the gradients ---------------------------------------------------------------
 
 
-class Counts(NamedTuple):
-    """What must be equal on all ranks; their low bits travel."""
-
-    text: int = 0
-    held: int = 0
-
-
-@lru_cache(maxsize=1024)
-def counts_of(text: str, held: int) -> Counts:
-    """The counts of a message whose launch has this text."""
-    return Counts(checksum(text), held)
-
-
-_BITS: Final = {"text": 4, "held": 4}
+_BITS: Final = 4  # the low ones of `text`, and of `held`
 
 
 class MessageRow:
@@ -156,42 +143,37 @@ class MessageRow:
 
     Args:
         parameters: indices.
-        compares: the ranks compare their counts.
+        dtype, device: of the messages.
+        compares: there are the columns `text` and `held`.
     """
 
-    def __init__(self, parameters: Sequence[int], *, compares: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[int], dtype: torch.dtype, device: torch.device, *, compares: bool
+    ) -> None:
         self._parameters = tuple(parameters)
-        sizes = {"used": len(self._parameters)}
-        if compares:
-            sizes |= {name: 2 * bits for name, bits in _BITS.items()}
-        self._columns: dict[str, slice] = {}
-        self.numel = 0
-        for name, size in sizes.items():
-            self._columns[name] = slice(self.numel, self.numel + size)
-            self.numel += size
+        self._dtype, self._device = dtype, device
+        self._bits = 2 * _BITS if compares else 0
+        self.numel = len(self._parameters) + 2 * self._bits
         self._last: tuple[object, Tensor] | None = None  # most rows are like the one before
 
-    def write(
-        self, unused: Sequence[int], counts: Counts, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def write(self, unused: Sequence[int], text: int, held: int) -> Tensor:
         """This rank's row.
 
         Args:
             unused: indices of parameters that this rank has no gradient of.
+            text, held: see the table at the top of this file.
         """
-        key = tuple(unused), counts, dtype
+        key = tuple(unused), text, held
         if self._last is not None and self._last[0] == key:
             return self._last[1]
-        values = {"used": [float(index not in unused) for index in self._parameters]}
-        for name, bits in _BITS.items():
-            number: int = getattr(counts, name)
-            values[name] = [
-                float(number >> bit & 1 == value) for bit in range(bits) for value in (0, 1)
-            ]
+        said = [index not in unused for index in self._parameters]
+        number = text % 2**_BITS + held % 2**_BITS * 2**_BITS
+        for bit in range(self._bits):
+            is_set = bool(number >> bit & 1)
+            said += [not is_set, is_set]
         with torch.inference_mode(False):
-            said = torch.tensor([x for name in self._columns for x in values[name]], dtype=dtype)
-            row = torch.empty(self.numel, dtype=dtype, device=device)
-            row.copy_(said, non_blocking=True)
+            row = torch.empty(self.numel, dtype=self._dtype, device=self._device)
+            row.copy_(torch.tensor(said, dtype=self._dtype), non_blocking=True)
         self._last = key, row
         return row
 
@@ -200,8 +182,8 @@ class MessageRow:
         return dict(zip(self._parameters, map(bool, sums), strict=False))
 
     def agrees(self, sums: Sequence[float]) -> bool:
-        """Whether all ranks wrote the same counts."""
-        return all(sums[self._columns[name]].count(0.0) >= bits for name, bits in _BITS.items())
+        """Whether all ranks wrote the same text and number: of each bit, one sum is zero."""
+        return sums[len(self._parameters) :].count(0.0) == self._bits
 
 
 # --- the same in every step ---------------------------------------------------------------------
@@ -223,7 +205,7 @@ class Reducer:
         is_alone: one rank, so that there is nothing to reduce.
         first_stage, second_stage: what reduces in place of the collectives (`Stages`).
         scales: of a message, by whether it is reduced over the shard dimension only.
-        compares: messages carry `Counts`, and the ranks compare them.
+        compares: messages carry the columns `text` and `held`, and the ranks compare them.
         simulated: sums have no values; all ranks are like this one.
     """
 
@@ -303,6 +285,7 @@ class ReducePlan:
     Attributes:
         at_rest: see `Reducer`.
         launch, second_launch: of the stages of its messages.
+        checksum: of the text of the launch, for `MessageRow`.
         layout: `direct` gradients are sent as they are, and their sums land at the start of the
             flat buffer. The others are `columns` of a row for each rank, flags behind them
             (`flags_start`); this rank's reduced row lands behind the direct sums (`row_start`).
@@ -330,7 +313,8 @@ class ReducePlan:
         self._ranks = info.shard.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         trained = [index for index, trains in enumerate(trainable) if trains]
-        self.row = MessageRow(trained, compares=reducer.compares)
+        dtype, device = precision.reduce, reducer.device
+        self.row = MessageRow(trained, dtype, device, compares=reducer.compares)
         self.layout: ReduceLayout = plan_reduction(
             reducer.slots,
             trainable,
@@ -348,7 +332,7 @@ class ReducePlan:
             at_rest = [(index, reducer.at_rest[index]) for index in self.layout.trainable]
             self.specs = {i: each._spec for i, each in at_rest if isinstance(each, DTensor)}
         numel = self._ranks * self.layout.row_numel
-        self.message = ElasticBuffer(numel, precision.reduce, reducer.device)
+        self.message = ElasticBuffer(numel, dtype, device)
         with torch.inference_mode(False):
             self.sent = self.message.tensor.data
             self.rows = self.sent.view(self._ranks, -1)
@@ -397,6 +381,7 @@ class ReducePlan:
 
     def rename(self, reducer: Reducer) -> None:
         text, unit = reducer.text, reducer.unit
+        self.checksum = checksum(text)
         self.launch = Launch(text, LaunchKind.REDUCE, self, unit)
         second = f"{text} over replicas"
         self.second_launch = Launch(second, LaunchKind.REDUCE_OVER_REPLICAS, self, unit)
@@ -549,6 +534,7 @@ class Reduction:
 
     Args:
         gradients: of all parameters, whole; None where this rank has none.
+        held: how many backwards this rank accumulated before.
         absent: indices of parameters for which this backward brought nothing; a gradient that is
             there is of an earlier one.
         carried: shards that are means over the shard dimension already, to be added before the
@@ -565,7 +551,7 @@ class Reduction:
         reducer: Reducer,
         plan: ReducePlan,
         gradients: list[Tensor | None],
-        counts: Counts,
+        held: int,
         *,
         absent: Sequence[int],
         carried: Sequence[tuple[int, Tensor]],
@@ -573,7 +559,7 @@ class Reduction:
     ) -> None:
         self.reducer = reducer
         self.plan = plan
-        self.counts = counts
+        self.held = held
         self.carried = carried
         self.shards_only = shards_only
         self.state = ReductionState.REDUCING
@@ -592,7 +578,7 @@ class Reduction:
         reducer, plan, flat = self.reducer, self.plan, self.flat
         layout, dtype = plan.layout, flat.dtype
         scales = reducer.scales[self.shards_only]
-        row = plan.row.write(unused, self.counts, dtype, reducer.device)
+        row = plan.row.write(unused, plan.checksum, self.held)
         if reducer.first_stage is not None:
             sums = flat[plan.row_at].copy_(row)
             terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
@@ -678,7 +664,7 @@ class Reduction:
             return
         comm = reducer.mesh_info.shard if self.shards_only else reducer.mesh_info.all
         said = []
-        mine = reducer.text, self.counts.held
+        mine = reducer.text, self.held
         every = comm.all_gather_objects(mine, Launch("exchange of what the ranks reduce"))
         for rank, (text, held) in enumerate(every):
             before = "" if text == reducer.text else f" before its {text}"

@@ -102,9 +102,7 @@ class SparseGradients:
         if reduces:
             self.reduce()
             return
-        self.holds = True
-        for param in self.params:
-            set_holds_unreduced(param.at_rest, holds=True)
+        self._set_holds(holds=True)
 
     def hold_by_hand(self) -> None:
         """Gradients are assigned by hand, so that nothing tells of them: hold what is here."""
@@ -114,7 +112,7 @@ class SparseGradients:
     @torch.no_grad()
     def reduce(self) -> None:
         """Average what is here on any rank. What no rank has a gradient for stays as it was."""
-        self._release()
+        self._set_holds(holds=False)
         here, self._here = self._here, set()
         mine = [_rows_of(param.at_rest, self._precision.gradient) for param in self.params]
         numbers = [
@@ -160,11 +158,10 @@ class SparseGradients:
         ).coalesce()
         return mean.to(values.dtype)
 
-    def _release(self) -> None:
-        """Nothing waits to be reduced any more."""
-        self.holds = False
+    def _set_holds(self, *, holds: bool) -> None:
+        self.holds = holds
         for param in self.params:
-            set_holds_unreduced(param.at_rest, holds=False)
+            set_holds_unreduced(param.at_rest, holds=holds)
 
     def drop(self) -> None:
         """The step is lost, and with it this rank's gradients."""
@@ -174,7 +171,7 @@ class SparseGradients:
             if param in self._here:
                 param.at_rest.grad = None
         self._here = set()
-        self._release()
+        self._set_holds(holds=False)
 
 
 def _rows_of(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

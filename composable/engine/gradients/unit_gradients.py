@@ -6,6 +6,7 @@ The order in which units are reduced is in `post_backward.py`, and for replicate
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -15,9 +16,8 @@ from torch import Tensor
 
 from composable.comm.mesh_info import MeshInfo
 from composable.compilation import traceable, untraced
-from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.grad_bucket import Accumulation, GradBucket
 from composable.engine.gradients.sparse import SparseGradients, only_looked_up
-from composable.engine.gradients.unreduced import Accumulation
 from composable.engine.params.param import ManagedParam, holds_unreduced
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.param_hooks import (
@@ -28,9 +28,22 @@ from composable.engine.params.param_hooks import (
     listen_to_arrivals,
     run_post_accumulate_hooks,
 )
-from composable.engine.params.unit_kind import UnitKind
 from composable.errors import DifferentiationError
 from composable.torch_private import hooks_after_accumulation
+
+
+class UnitKind(enum.Enum):
+    """How the parameters of a unit lie over the ranks, and when their gradients are reduced.
+
+    Those of BESIDE rest as `DTensor(Replicate)`, as optimizers and clipping expect next to shards,
+    if the unit has the ranks of the shards around it (`choose_rest`). Otherwise, and if they are
+    distributed by users or have sparse gradients, they rest as users made them.
+    """
+
+    SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"
+    BESIDE = "replicated in a tree with shards: all-reduced before the next unit with shards"
+    ARRIVAL = "replicated: all-reduced in buckets of the root, as autograd accumulates gradients"
+    LOCAL = "one rank: autograd does everything, but for casts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +185,9 @@ class UnitGradients:
             )
         elif kind is not UnitKind.ARRIVAL:  # others are in buckets of all units
             bucket = GradBucket(
-                list(zip(group.params, group.slots, strict=True)),
-                group.precision, group.device, mesh_info,
-                text=f"gradient reduction of unit '{self.name}'", unit_name=self.name,
-                factor=factor, to_rest=group.to_rest,
+                group, group.members, mesh_info,
+                unit_name=self.name,
+                factor=factor,
             )  # fmt: skip
             self.buckets.append(bucket)
             if mesh_info.shard.size > 1 and mesh_info.replicate is not None:
@@ -184,10 +196,6 @@ class UnitGradients:
     @property
     def mesh_info(self) -> MeshInfo:
         return self.spec.mesh_info
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.spec.kind is UnitKind.SHARDED
 
     def mesh_info_of(self, param: ManagedParam) -> MeshInfo:
         """The ranks over which gradients of `param` are reduced: the unit's, or its own."""
@@ -203,14 +211,14 @@ class UnitGradients:
     def rename(self, name: str) -> None:
         """Take the unit's FQN below the root."""
         self.name = name
-        for bucket in self.buckets:
-            bucket.rename(f"gradient reduction of unit '{name}'", name)
+        for bucket in (*self.buckets, *self._arrive_in):
+            bucket.rename(name)
         for sparse in self.sparse:
             sparse.rename(name)
 
     def follow(self) -> None:
         """Parameters were frozen or unfrozen."""
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self._arrive_in):
             bucket.follow()
 
     # --- when gradients arrive -------------------------------------------------------------------

@@ -114,6 +114,8 @@ class GatherLayout:
     message), then whole ones.
 
     Attributes:
+        packed_start: where packed parameters begin.
+        cut_numel: elements at the start of the shard buffer that are sent: direct and packed ones.
         full_numel: of direct and whole parameters; packed ones have a buffer of their own, of
             `late_numel`.
     """
@@ -122,7 +124,7 @@ class GatherLayout:
     num_shards: int
     shard_numel: int
     packed_start: int
-    packed_numel: int
+    cut_numel: int
     full_numel: int
     late_numel: int
 
@@ -136,11 +138,6 @@ class GatherLayout:
     def gathered(self) -> bool:
         """Whether unsharding takes a message."""
         return any(slot.is_cut for slot in self.slots)
-
-    @property
-    def cut_numel(self) -> int:
-        """Elements at the start of the shard buffer that are sent."""
-        return self.packed_start + self.packed_numel
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -217,7 +214,7 @@ def plan_layout(
         num_shards=num_shards,
         shard_numel=shard,
         packed_start=ends[Route.DIRECT],
-        packed_numel=ends[Route.PACKED] - ends[Route.DIRECT],
+        cut_numel=ends[Route.PACKED],
         # A multiple of `num_shards`, so that neighbours can keep equal cuts of the whole buffer
         # after forward.
         full_numel=round_up(sizes["full"], num_shards * align),

@@ -41,15 +41,19 @@ import enum
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from operator import add, call, is_not, ne, or_
-from typing import Final
+from typing import Any, Final
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from typing_extensions import override
 
 from composable.comm.base import DONE, Comm, Work
 from composable.comm.launch import Launch, LaunchKind
@@ -58,15 +62,22 @@ from composable.engine.params.gather import Gather, Neighbours
 from composable.engine.params.layout import GatherLayout, ParamShape, Route, Slot, plan_layout
 from composable.engine.params.param import (
     ManagedParam,
+    as_parameter,
+    at_home,
     copy_attributes,
+    cut,
     keep_gradients_in,
     label_of,
     memory_order,
     set_label,
     shape_and_strides,
 )
+from composable.engine.params.param_hooks import move_hooks
 from composable.engine.params.precision import Precision
-from composable.errors import few
+from composable.errors import ForeignParameterError, few
+from composable.memory.elastic import with_own_storage
+from composable.tensors.dtensors import dtensor_parameter, gradient_like
+from composable.tensors.protocol import has_protocol
 from composable.torch_private import (
     as_tensors,
     local_of,
@@ -74,6 +85,7 @@ from composable.torch_private import (
     outside_transforms,
     set_versions,
     storage_key,
+    take_hooks,
     version_of,
 )
 
@@ -105,8 +117,8 @@ class ShardedState(enum.Enum):
 
 
 class ParamGroup(ABC):
-    """See the top of this file. How its parameters rest is the matter of `ShardedGroup`
-    (`sharded.py`) and `ReplicatedGroup` (`replicated.py`).
+    """See the top of this file. How its parameters rest is the matter of `ShardedGroup` and
+    `ReplicatedGroup`.
 
     Args:
         params: as they are registered now: as users made them, or at rest in an earlier group of
@@ -119,6 +131,7 @@ class ParamGroup(ABC):
         shard: the memory of shards; None if there is no one buffer of them.
         gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
             message, a cast, or a copy from the host. Otherwise they are the users' memory.
+        members: parameters with their slots.
         takes_message: unsharding takes a message, so that all ranks take part.
     """
 
@@ -144,6 +157,7 @@ class ParamGroup(ABC):
         self._warned = False
         self.layout = self._plan()
         self.slots = self.layout.slots
+        self.members = tuple(zip(self.params, self.slots, strict=True))
         self.takes_message = self.layout.gathered or self.extended
         # whose compute parameters are the memory of at-rest ones
         self._stays = [self._aliased(slot) for slot in self.slots]
@@ -156,7 +170,7 @@ class ParamGroup(ABC):
             near = mesh_info.post_forward
             if near and self.gather and self.layout.gathered and not self.extended:
                 self._near = Neighbours(self.gather.full, near)
-            for param, slot in zip(self.params, self.slots, strict=True):
+            for param, slot in self.members:
                 self._make_forms(param, slot)
             self._watch()
         self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
@@ -214,7 +228,7 @@ class ParamGroup(ABC):
         """Parameters that are whole already, and are computed with in other memory."""
         return [
             (param, slot)
-            for param, slot in zip(self.params, self.slots, strict=True)
+            for param, slot in self.members
             if slot.route is Route.WHOLE and slot.numel and not self._aliased(slot)
         ]
 
@@ -307,7 +321,7 @@ class ParamGroup(ABC):
         the next gather would fill what nobody reads. Theirs is dropped. Other ranks may not have
         done so, so that nothing is gathered for it.
         """
-        for param, slot in zip(self.params, self.slots, strict=True):
+        for param, slot in self.members:
             compute = param.compute
             if isinstance(compute, DTensor) or not (self.gathers or param.own is None):
                 continue
@@ -501,3 +515,217 @@ class ParamGroup(ABC):
     def aliases(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, a compute parameter whose memory comes and goes."""
         return self.gather is not None and self.gather.aliases(tensor)
+
+
+class ShardedGroup(ParamGroup):
+    """Parameters that rest as shards: `DTensor`s over a buffer of the group's."""
+
+    shard: Tensor
+
+    @override
+    def _make_memory(self) -> tuple[Tensor, ...]:
+        self.shard = self._make_shard()
+        for param, slot in self.members:
+            view, given = self.shard_view(slot).data, param.users_local
+            if given is None:
+                view.copy_(local_of(param.current).reshape(view.shape))  # type: ignore[arg-type]
+            else:
+                view.copy_(cut(given.data, slot, self.comm.rank))
+        return (self.shard,)
+
+    def _make_shard(self) -> Tensor:
+        dtype = self.precision.original
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.device)
+
+    def _stretch(self, slot: Slot) -> Tensor:
+        return self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
+
+    def shard_view(self, slot: Slot) -> Tensor:
+        return as_parameter(self._stretch(slot).view(slot.local_shape(self.comm.rank)), slot)
+
+    def _local(self, slot: Slot) -> Tensor:
+        """A shard as the at-rest parameter holds it: the buffer's memory and version counter, and a
+        storage of its own.
+
+        What `torch.save` writes is storages, and a view of the buffer would take the whole buffer
+        with it.
+        """
+        shard = self._stretch(slot)
+        local = shard.detach()
+        local.data = as_parameter(
+            with_own_storage(shard).view(slot.local_shape(self.comm.rank)), slot
+        )
+        return local
+
+    @override
+    def _make_at_rest(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+        registered, form, info = param.current, param.info.form, self.mesh_info
+        mesh = form.mesh_at_rest(info.mesh)
+        assert mesh is not None
+        assert info.mesh is not None
+        if param.users_local is None:
+            return at_home(registered, self._local(slot))
+        at_rest = dtensor_parameter(
+            self._local(slot), mesh,
+            [*form.kept, *_shard_placements(slot, info.mesh, info.shard_dim)],
+            *form.size_of(*shape_and_strides(slot)), requires_grad=registered.requires_grad,
+        )  # fmt: skip
+        take_hooks(registered, at_rest)
+        copy_attributes(registered, at_rest)
+        return at_rest
+
+    @override
+    def _local_compute(self, slot: Slot) -> Tensor:
+        if self._aliased(slot):
+            # It shares the shards' version counter; torch.compile refuses views.
+            return self.shard_view(slot).detach()
+        return super()._local_compute(slot)
+
+    @override
+    def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:
+        at_rest = param.at_rest
+        assert isinstance(at_rest, DTensor)
+        local, right = local_of(at_rest), self.shard_view(slot)
+        if at_rest.device_mesh.device_type == "cpu" and local.device.type not in ("cpu", "meta"):
+            raise ForeignParameterError(
+                f"parameter '{param.fqn}' of unit '{self.unit}' was moved to {local.device}, and"
+                " the ranks of its mesh communicate on cpu. Call"
+                f" module.to('{local.device.type}') before fully_shard, or pass it a mesh of"
+                f" {local.device.type}"
+            )
+        moved = local.data_ptr() != address
+        if param.registered is at_rest and not moved and local.numel() != right.numel():
+            # An operator with `out=` resizes a shard to the whole, and fails. The next write would
+            # go behind the shard's memory.
+            local.as_strided_(right.shape, right.stride())
+            raise ForeignParameterError(
+                f"parameter '{param.fqn}' of unit '{self.unit}': its shard was resized by an"
+                " operator with out=, as torch.nn.init.eye_ calls one. The shard has its shape and"
+                " its values again. Initialise the parameter before fully_shard, or"
+                " load_state_dict() the whole tensor"
+            )
+        # An empty shard has no address, wherever it is. A protocol may have been given to it after
+        # the annotation.
+        elsewhere = (local.device, local.dtype) != (self.shard.device, self.shard.dtype)
+        return elsewhere or (moved and local._base is None) or has_protocol(local)
+
+    @override
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        self.shard = move(self.shard)
+        for param, slot in self.members:
+            param.move(move, self._local(slot))
+
+
+def _shard_placements(slot: Slot, mesh: DeviceMesh, mesh_dim: int) -> list[Placement]:
+    """The placements of a sharded parameter: cut over `mesh_dim`, the same along other dimensions
+    of the mesh.
+    """
+    uncut = slot.route is Route.WHOLE and (slot.num_shards > 1 or not slot.shape)
+    along: Placement = Replicate() if uncut else Shard(slot.cut_dim)
+    return [along if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]
+
+
+class ReplicatedGroup(ParamGroup):
+    """Parameters that rest whole, in their users' own memory.
+
+    Args:
+        rest_mesh: the mesh on which they rest as `DTensor(Replicate)`, next to shards; None: they
+            rest as users made them.
+        read_apart: modules of other units compute with some of them, in calls that this unit does
+            not see.
+    """
+
+    def __init__(self, *args: Any, rest_mesh: DeviceMesh | None, read_apart: bool) -> None:
+        self._rest_mesh, self._read_apart = rest_mesh, read_apart
+        super().__init__(*args)
+
+    @override
+    def _make_memory(self) -> tuple[Tensor, ...]:
+        return tuple(map(_adopt, self.params))
+
+    @override
+    def _make_at_rest(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+        registered, own, mesh = param.current, param.own, self._rest_mesh
+        assert own is not None
+        if mesh is None:
+            if registered is param.at_rest is not own:  # the shards around it were removed
+                move_hooks(registered, own)
+                if isinstance(registered.grad, DTensor):
+                    own.grad = local_of(registered.grad)
+            return own
+        if isinstance(registered, DTensor) and registered.device_mesh == mesh:
+            return at_home(registered, own.detach())
+        at_rest = dtensor_parameter(
+            own.detach(), mesh, [Replicate()] * mesh.ndim,
+            own.shape, own.stride(), requires_grad=own.requires_grad,
+        )  # fmt: skip
+        copy_attributes(own, at_rest)
+        # autograd accumulates on `own`, and users mean the reduced gradient
+        move_hooks(own, at_rest)
+        if own.grad is not None:
+            at_rest.grad = gradient_like(own.grad, at_rest)
+            own.grad = None
+        return at_rest
+
+    @override
+    def _make_compute(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+        if self.precision.casts:
+            return super()._make_compute(param, slot)
+        assert param.own is not None
+        if self._read_apart or not self.precision.changes or param.at_rest is not param.own:
+            return param.own
+        # Gradients are summed in another dtype. Autograd must not add to the user's gradient, which
+        # would be rounded again. (What other units read keeps the user's object: their calls would
+        # not show another form.)
+        (own,) = locals_of([param.own])
+        return param.info.form.compute_parameter(own.detach(), requires_grad=self._differentiable)
+
+    @override
+    def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:
+        local, own = locals_of([param.at_rest, param.own])  # type: ignore[list-item]
+        return (
+            not local.data_ptr() == own.data_ptr() == address
+            or local.device != self.device
+            or param.at_rest.dtype != self.precision.original
+        )
+
+
+def _adopt(param: ManagedParam) -> nn.Parameter:
+    """The user's own parameter, of what is registered now."""
+    registered, own = param.current, param.own
+    if not param.info.form.is_whole:  # it rests as the user made it, next to shards, too
+        own = registered
+    elif own is not None and registered is param.at_rest:
+        (local,) = locals_of([registered])
+        # torch gives no memory to what was made on the meta device
+        if own.is_meta and not local.is_meta:
+            own = nn.Parameter(local.detach(), requires_grad=registered.requires_grad)
+        elif local.data_ptr() != own.data_ptr():
+            own.data = local  # the at-rest parameter was moved
+    elif isinstance(registered, DTensor):  # loaded with assign=True
+        own = nn.Parameter(local_of(registered), requires_grad=registered.requires_grad)
+    else:
+        own = registered
+    param.keep(own)
+    return own
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Which groups the sharded parameters of a unit with one precision, device and mesh are in:
+    here, one. `features/grouping.py` has others. Equal ones give the same kinds of groups.
+    """
+
+    @property
+    def on_host(self) -> bool:
+        """Whether shards rest in host memory, wherever they are gathered."""
+        return False
+
+    def groups(
+        self,
+        params: Sequence[ManagedParam],
+        precision: Precision,
+        device: torch.device,
+        mesh_info: MeshInfo,
+    ) -> list[ParamGroup]:
+        return [ShardedGroup(params, precision, device, mesh_info)]

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from composable.contract.values import map_tensors
-from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.gradients.agreed import InputGradMode
+from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.plan import launch_held, root_of
 from composable.engine.step.root import land_held, reset
-from composable.engine.step.unit import InputGradMode, Unit, UnitCall, unit_of
+from composable.engine.step.unit import Unit, UnitCall, unit_of
 from composable.engine.step.visit import Visit, end_call, pre_backward
 
 
@@ -185,8 +186,7 @@ def _pass(
         # frozen, it does where inputs require gradients: an image tower's do not, though what this
         # rank passes through may.
         mode = root.order.input_grad_mode(unit)
-        is_unknown = mode is InputGradMode.UNKNOWN
-        enters = unit.trains or is_unknown or mode.is_entered_by_backward
+        enters = unit.trains or mode in (InputGradMode.UNKNOWN, InputGradMode.REQUIRED)
         y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor)) if enters else None
     except BaseException:
         visit.on_error(module)

@@ -5,7 +5,7 @@
 | what does a forward gather ahead? | what comes behind its `Forward.cursor` in `GatherOrder.recorded` | `GatherOrder.follow` |
 | which order is that? | that of the first forward, in which the ranks were compared; then that of the last forward whose backward has landed | `GatherOrder.learn`, `GatherOrder.end_backward` |
 | when do ranks compare where they are? | where they enter a unit for the first time, and at the end of that forward | `Unit.compared` |
-| how do ranks compute a frozen unit that this one skips? | `Unit.input_grad_modes`, for the pattern of units that train | forwards with gradients, see `GatherOrder.pre_forward` |
+| how do ranks compute a frozen unit that this one skips? | `Agreed.modes`, for the pattern of units that train | forwards with gradients, see `GatherOrder.pre_forward` |
 
 Forwards without gradients follow the order and do not change it, except for the first. Where
 everything is gathered already (`keep_unsharded`) each rank may run what it likes: nothing is
@@ -26,9 +26,9 @@ from torch import nn
 
 from composable.comm.base import Comm
 from composable.comm.launch import COMPARISON_OF_FORWARDS, Launch
-from composable.engine.params.unit_kind import UnitKind
-from composable.engine.step.agreed import Agreed
-from composable.engine.step.unit import InputGradMode, Unit, UnitCall
+from composable.engine.gradients.agreed import Agreed, InputGradMode
+from composable.engine.gradients.unit_gradients import UnitKind
+from composable.engine.step.unit import Unit, UnitCall
 from composable.errors import RanksDisagreeError
 
 # Entries at most of what remembers forwards and calls: forwards without a backward (rollouts with
@@ -90,9 +90,7 @@ class GatherOrder:
 
     def begin_training(self, forward: Forward) -> None:
         """A forward with gradients begins."""
-        if (oldest := self.agreed.note_pattern(self.training)) is not None:
-            for unit in self.units:
-                unit.forget_input_grad_mode(self.agreed, oldest)
+        self.agreed.note_pattern(self.training)
         if forward.module.training:
             self._trained.append(forward.number)
 
@@ -121,7 +119,7 @@ class GatherOrder:
             if mode is not _UNKNOWN or unit.trains:  # otherwise no rank has computed it
                 forward.compared.append(unit)
         if mode is not _UNKNOWN and forward.with_gradients:
-            unit.note_input_grad_mode(self.agreed, self.training, mode)
+            self.agreed.note_mode(self.training, unit.relations.number, mode)
         self.gather(unit, islice(self.recorded, forward.cursor, None), forward)
         if unit in forward.gathered:
             del forward.gathered[unit]
@@ -161,7 +159,7 @@ class GatherOrder:
 
     def input_grad_mode(self, unit: Unit) -> InputGradMode:
         """How ranks computed a frozen unit last, while these units trained."""
-        return unit.input_grad_modes.get((self.agreed, self.training), _UNKNOWN)
+        return self.agreed.modes.get(self.training, {}).get(unit.relations.number, _UNKNOWN)
 
     def learn(self, forward: Forward) -> list[Unit]:
         """A forward ends. Returns its own order, if it says something of the next ones.

@@ -23,7 +23,7 @@ from traceback import walk_stack
 import torch
 from torch import nn
 
-from composable.engine.params.unit_kind import UnitKind
+from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.step.prepare import modules_calling
 from composable.engine.step.root import Phase, Root, Step, reset_interrupted, roots_of
 from composable.engine.step.unit import Unit, rename_below, unit_of, units_below
@@ -56,7 +56,6 @@ def plan_root(unit: Unit) -> Root:
             former.give_up_backward()
         if former.top is unit and set(former.units) == set(units):
             former.watch_tree(shared)
-            former.post_backward.buckets.rename()
             return former
     root = Root(unit, units, shared, root_of)
     for each in units:
@@ -110,14 +109,13 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
         if first != get_ident() and not in_backward():
             if _is_on_a_stack(root.step):
                 root.refuse_second_thread(first)
-            reset_interrupted(root, "its forward did not end", entering=module)
-            return root_for_call(unit, module, computes=computes)
-        forward = root.step.forward
-        assert forward is not None
-        # not `computes`: `join` and `skipped` enter it without a call on the stack
-        if forward.module is not module or not computes or _is_called_inside_its_call(module):
-            return root
-        # entered again from outside
+        else:
+            forward = root.step.forward
+            assert forward is not None
+            # not `computes`: `join` and `skipped` enter it without a call on the stack
+            if forward.module is not module or not computes or _is_called_inside_its_call(module):
+                return root
+        # an interrupt has ended the forward, in another thread or before it is entered again here
         reset_interrupted(root, "its forward did not end", entering=module)
     else:
         if root.phase is Phase.BACKWARD and not in_backward() and (first := _runs_backward()):

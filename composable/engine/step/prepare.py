@@ -8,8 +8,9 @@ difference is looked into.
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, call, is_, is_not
@@ -27,7 +28,6 @@ from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
 from composable.contract.tree import Place, registered_parameters
 from composable.engine.params.param import ManagedParam, label_of, set_label, trainability
-from composable.engine.step.ties import Holder, follow_ties, holders_of
 from composable.engine.step.unit import Unit, unit_of, units_below
 from composable.errors import (
     AnnotationError,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("composable")
 _is_alive: Final = partial(is_not, None)
 _WARNED: Final[WeakSet[nn.Module]] = WeakSet()  # models that `_warn_of_unmanaged_around` has named
+Holder = tuple[Unit, ManagedParam]
 _Row = tuple[Any, ...]  # what was found, by which function in C, and lists of its arguments
 
 
@@ -241,7 +242,6 @@ def _look_into(unit: Unit, root: Root, owners: Mapping[int, Holder]) -> bool:
         if group.device.type == "meta":
             raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))
     unit.follow()
-    root.post_backward.buckets.follow()
     return True
 
 
@@ -301,7 +301,10 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         )  # fmt: skip
 
 
-_CALLS: Final = ("_call_impl", "_call_as_forward", "forward")
+# names of the functions that call a forward, and of what torch.compile makes of one
+_is_a_call: Final = re.compile(
+    "_call_impl|_call_as_forward|forward|torch_dynamo_resume_in.*"
+).fullmatch
 
 
 def modules_calling(*functions: str, frame: FrameType | None = None) -> list[nn.Module]:
@@ -317,14 +320,10 @@ def is_called(modules: Iterable[nn.Module]) -> bool:
     """Whether a forward of one of these is on the stack of any thread: a KeyboardInterrupt and a
     SystemExit end forwards, of which torch does not tell their hooks.
     """
-    for stack in sys._current_frames().values():
-        for frame, _ in walk_stack(stack):
-            name = frame.f_code.co_name
-            if name in _CALLS or name.startswith("torch_dynamo_resume_in"):
-                local = frame.f_locals
-                if any(module is local.get("self", local.get("module")) for module in modules):
-                    return True
-    return False
+    frames = (frame for stack in sys._current_frames().values() for frame, _ in walk_stack(stack))
+    found = [frame.f_locals for frame in frames if _is_a_call(frame.f_code.co_name)]
+    called = [names.get("self", names.get("module")) for names in found]
+    return any(module is each for module in modules for each in called)
 
 
 def _averages(ddp: Any, units: Sequence[Unit]) -> bool:
@@ -464,3 +463,86 @@ def _replacement(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             " Register its full_tensor(), or load it with load_state_dict()"
         )
     return other
+
+
+# --- ties that came after the annotation ---------------------------------------------------------
+
+
+def holders_of(units: Iterable[Unit]) -> dict[Place, Holder]:
+    """Which parameter of which unit has its place where."""
+    return {
+        place: (unit, param)
+        for unit in units
+        for param in unit.params
+        for place in param.info.places
+    }
+
+
+def follow_ties(units: Sequence[Unit], left_alone: Collection[Place]) -> None:
+    """Give each parameter that is registered in places of several units to one of them: libraries
+    tie parameters as they load weights into a model which is sharded on the meta device.
+
+    That is the innermost unit around all its places, as in an annotation of tied parameters: it is
+    gathered whenever one of them computes. What cannot be moved is left as it is, for the next
+    check to refuse. Between two steps.
+
+    Args:
+        units: of one root; the first has the outermost modules.
+        left_alone: places of ignored parameters.
+    """
+    holders = holders_of(units)
+    found: dict[int, list[Place]] = {}
+    for module in units[0].modules:
+        for place, parameter in registered_parameters(module, stop=()):
+            if place not in left_alone:
+                found.setdefault(id(parameter), []).append(place)
+    for places in found.values():
+        held = dict.fromkeys(holders.get(place) for place in places)
+        holding = [holder for holder in held if holder is not None]
+        if holding and len(held) > 1:
+            _move(holding, places, units)
+
+
+def _move(held: list[Holder], places: list[Place], units: Sequence[Unit]) -> None:
+    """Let the innermost unit around the places manage what is registered there."""
+    tensor, inside = places[0].registered, {unit: _places(unit) for unit in units}
+    around = [unit for unit in units if inside[unit].keys() >= set(places)]
+    if not around or not isinstance(tensor, nn.Parameter) or unit_of(tensor) not in (None, *units):
+        return  # of one call of `torch.func.functional_call`; or of a unit elsewhere
+    owner = min(reversed(around), key=lambda unit: len(inside[unit]))
+    touched = dict.fromkeys([owner, *(unit for unit, _ in held)])
+    if not all(_can_move(unit, owner) for unit in touched) or not all(
+        param.info.form.is_whole and param.info.mesh_info is None for _, param in held
+    ):
+        return
+    _, param = next((each for each in held if each[1].at_rest is tensor), held[0])
+    for unit, other in held:
+        unit.give([other])
+        if other.at_rest is not tensor:
+            set_label(other.at_rest, other, unit.name, "replaced")
+    owner.take(param, tuple(inside[owner][place] for place in places))
+    for unit in touched:
+        unit.reshard()
+        unit.build()
+
+
+def _can_move(unit: Unit, owner: Unit) -> bool:
+    """Whether parameters of `unit` may become those of `owner`."""
+    return (
+        unit.is_sharded
+        and unit.mesh_info.mesh == owner.mesh_info.mesh
+        and unit.spec.grouping == owner.spec.grouping
+        and unit.spec.divisor == owner.spec.divisor
+        and not unit.gradients.has_unreduced
+        and not any(group.extended for group in unit.groups)
+    )
+
+
+def _places(unit: Unit) -> dict[Place, Place]:
+    """All places of parameters in the unit's modules and below, with their names there."""
+    found: dict[Place, Place] = {}
+    for index, module in enumerate(unit.modules):
+        prefix = "" if len(unit.modules) == 1 else str(index)
+        for place, _ in registered_parameters(module, prefix, stop=()):
+            found.setdefault(place, place)
+    return found

@@ -62,10 +62,10 @@ from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import untraced
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch
+from composable.engine.gradients.agreed import InputGradMode, agreed_by
 from composable.engine.gradients.post_backward import Due, PostBackward
+from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ManagedParam
-from composable.engine.params.unit_kind import UnitKind
-from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
 from composable.engine.step.observer import DECISIONS, OBSERVERS, gradients_landed
@@ -255,9 +255,7 @@ class Root:
         self.step = Step()
         self._root_of = root_of
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
-        self.post_backward = PostBackward(
-            [unit.gradients for unit in self.units], self.agreed.gradients
-        )
+        self.post_backward = PostBackward([unit.gradients for unit in self.units], self.agreed)
         # replicated units next to shards
         self.beside = [unit for unit in self.units if unit.kind is UnitKind.BESIDE]
         self.watch_tree(shared)
@@ -369,7 +367,9 @@ class Root:
         except BaseException:
             self.on_error(unit)
             raise
-        enters = inside and (unit.trains or self.order.input_grad_mode(unit).is_entered_by_backward)
+        enters = inside and (
+            unit.trains or self.order.input_grad_mode(unit) is InputGradMode.REQUIRED
+        )
         call.take_place(forward.number, outermost=outermost, is_entered=enters)
         if torch.is_grad_enabled():
             step.history.append(call)
@@ -560,9 +560,12 @@ class Root:
 
     # --- backward --------------------------------------------------------------------------------
 
-    def _open_backward(self) -> Iteration:
-        iteration = self.step.iteration
-        if self.phase is Phase.LOST:
+    def open_backward(self) -> Iteration:
+        """A backward is under way from now on."""
+        iteration, phase = self.step.iteration, self.phase
+        if iteration is not None and phase is Phase.BACKWARD:
+            return iteration
+        if phase is Phase.LOST:
             raise PhaseError(
                 f"a backward came to unit '{self.name}' after an earlier one of the same step had"
                 " raised: what that one brought is lost, and on some ranks more than on others."
@@ -594,13 +597,6 @@ class Root:
             # that has no root was not computed since the tree changed.
             if unit.root is not None or unit.kind is UnitKind.ARRIVAL:
                 self._root_of(unit).open_backward()
-        return iteration
-
-    def open_backward(self) -> Iteration:
-        """A backward is under way from now on."""
-        iteration = self.step.iteration
-        if iteration is None or self.phase is not Phase.BACKWARD:
-            iteration = self._open_backward()
         return iteration
 
     def _backward_iteration(self) -> Iteration | None:

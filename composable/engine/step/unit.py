@@ -4,11 +4,10 @@
 parameters are sharded and gradients summed) and, for a model that is only replicated, in when
 gradients are reduced (`arrival.py`).
 
-In this file: the values that a unit is made of (`InputGradMode`, `UnitSpec`, `UnitCall`,
-`UnitStep`, `Relations`), and `Unit`: construction, which parameters modules hold, unshard and
-reshard, what a step does to it, gradients. It is passive: `visit.py`, `root.py` and `order.py` say
-what happens in a step, and `engine/edits/` between steps (state dicts, removal, copies, rest on the
-host).
+In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`),
+and `Unit`: construction, which parameters modules hold, unshard and reshard, what a step does to
+it, gradients. It is passive: `visit.py`, `root.py` and `order.py` say what happens in a step, and
+`engine/edits/` between steps (state dicts, removal, copies, rest on the host).
 
 Why parameters stay gathered (`must_stay`), and why modules hold compute parameters
 (`hold_at_rest`):
@@ -29,7 +28,6 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,8 +45,9 @@ from composable.comm.mesh_info import MeshInfo
 from composable.config import MixedPrecisionPolicy
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
+from composable.engine.gradients.agreed import Agreed, InputGradMode
 from composable.engine.gradients.sparse import only_looked_up
-from composable.engine.gradients.unit_gradients import GradientSpec, Stages, UnitGradients
+from composable.engine.gradients.unit_gradients import GradientSpec, Stages, UnitGradients, UnitKind
 from composable.engine.params.param import (
     ManagedParam,
     ParameterSwap,
@@ -56,12 +55,8 @@ from composable.engine.params.param import (
     owner_of,
     set_label,
 )
-from composable.engine.params.param_group import ParamGroup, ShardedState
+from composable.engine.params.param_group import Grouping, ParamGroup, ReplicatedGroup, ShardedState
 from composable.engine.params.precision import BufferCasts, BufferHolder, Precision, resolve
-from composable.engine.params.replicated import ReplicatedGroup
-from composable.engine.params.sharded import Grouping
-from composable.engine.params.unit_kind import UnitKind
-from composable.engine.step.agreed import Agreed
 from composable.errors import PhaseError, unit_name
 from composable.torch_private import in_backward, locals_of
 
@@ -73,20 +68,6 @@ if TYPE_CHECKING:
 EXPLICIT: Final = "unshard()"
 # `Unit.shown_by` of a scope in which ranks hold different things
 RANK0_ONLY: Final = "summon_full_params(rank0_only=True)"
-
-
-class InputGradMode(enum.IntEnum):
-    """Whether the inputs of a frozen unit require gradients: backward enters it if they do."""
-
-    UNKNOWN = -1  # it was not computed yet
-    NO_GRAD = 0  # it was computed without autograd
-    NOT_REQUIRED = 1
-    REQUIRED = 2
-
-    @property
-    def is_entered_by_backward(self) -> bool:
-        """Whether backward enters a frozen unit that was computed so."""
-        return self is InputGradMode.REQUIRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +294,6 @@ class Unit:
         # --- a step
         self.root: Root | None = None  # of the last forward; None after the tree changed
         self.step = UnitStep()  # dropped if it is lost
-        # How a frozen unit was last computed while these units of the root trained
-        # (`GatherOrder.training`). Backward must enter it on all ranks or on none. A rank that
-        # skips the unit (`skipped`) has no inputs to go by, so ranks that compute it send it their
-        # mode in the first forward (`GatherOrder.pre_forward`).
-        self.input_grad_modes: dict[tuple[Agreed, tuple[bool, ...]], InputGradMode] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
 
@@ -438,15 +414,12 @@ class Unit:
     def note_agreement(self, made: Agreed) -> None:
         alive = [each for each in self.agreements if None not in each.units()]
         self.agreements = [*alive, made]  # those of dropped models go
-        self.input_grad_modes = {
-            key: mode for key, mode in self.input_grad_modes.items() if key[0] in alive
-        }
 
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""
         # without shards, or other ranks, there is nothing to compare
         self.compared = not self.is_sharded or self.mesh_info.all.size == 1
-        self.agreements, self.input_grad_modes = [], {}
+        self.agreements = []
         if any(group.extended for group in self.groups):
             for param in self.params:
                 param.agree(None)
@@ -655,11 +628,8 @@ class Unit:
             self.show()
 
     def show_whole(self, scope: str) -> None:
-        """Modules hold whole parameters for the user to edit, see `shown_by`."""
+        """Modules hold whole parameters for the user to edit, see `shown_by`; "": no more."""
         self.shown_by = scope
-
-    def end_show_whole(self) -> None:
-        self.shown_by = ""
 
     def refrozen(self) -> list[ManagedParam]:
         """Parameters that users have frozen, or unfrozen, by what modules hold in place of the
@@ -779,16 +749,6 @@ class Unit:
     def follow_root(self, root: Root | None) -> None:
         """`root` is notified of changes from now on."""
         self.root = root
-
-    def note_input_grad_mode(
-        self, agreed: Agreed, training: tuple[bool, ...], mode: InputGradMode
-    ) -> None:
-        """What ranks have agreed on in a forward, see `input_grad_modes`."""
-        self.input_grad_modes[agreed, training] = mode
-
-    def forget_input_grad_mode(self, agreed: Agreed, training: tuple[bool, ...]) -> None:
-        """No rank looks for it any more, see `Agreed.patterns`."""
-        self.input_grad_modes.pop((agreed, training), None)
 
     def pass_comparison(self) -> None:
         """All ranks were seen to enter it in one place."""

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import untraced
+from composable.engine.gradients.agreed import InputGradMode
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
@@ -61,7 +62,7 @@ class Visit:
                 # so that it repeats what its forward did
                 inside = before is None or before.anchors
                 enters = inside and (
-                    unit.trains or root.order.input_grad_mode(unit).is_entered_by_backward
+                    unit.trains or root.order.input_grad_mode(unit) is InputGradMode.REQUIRED
                 )
                 call.take_place(None, outermost=False, is_entered=enters)
                 for notify in OBSERVERS.pre_forward:
@@ -242,7 +243,5 @@ def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
         )
 
 
-GRADIENT_HOOKS: Final = (
-    _gradient_arrived,
-    _gradient_arrived_at_rest,
-)  # what `Unit.initialize` takes
+# what `Unit.initialize` takes
+GRADIENT_HOOKS: Final = (_gradient_arrived, _gradient_arrived_at_rest)

@@ -13,7 +13,7 @@ from torch import nn
 
 import composable
 from composable import fully_shard, replicate
-from composable.engine.step import agreed
+from composable.engine.gradients import agreed
 from tests.helpers.compare import full_parameters
 from tests.helpers.world import current_device, spmd
 
@@ -39,8 +39,10 @@ def test_what_is_known_of_frozen_units_does_not_grow_with_what_was_frozen() -> N
             for index, layer in enumerate(model):
                 layer.requires_grad_(bool((step + 1) >> index & 1))
             _train(model)
-            units = [fully_shard.state(layer) for layer in model]
-            sizes.append(sum(len(unit.input_grad_modes) for unit in units if unit is not None))
+            unit = fully_shard.state(model)
+            assert unit is not None
+            (made,) = unit.agreements
+            sizes.append(sum(map(len, made.modes.values())))
     assert max(sizes) <= 5 * len(model)
     assert sizes[-1] <= max(sizes[:12])
 

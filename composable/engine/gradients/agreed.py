@@ -7,8 +7,7 @@
 | `buckets` | the order of parameters in buckets | the first backward |
 | `late` | which parameters are in buckets that wait for the end | the first backward |
 | `in_one_order`, `before` | which replicated units precede which with shards | the first backward |
-| `Unit.input_grad_modes` | whether backward enters a frozen unit that a rank skips | forwards |
-| `patterns` | for which sets of training units there are modes | forwards with gradients |
+| `modes` | whether backward enters a frozen unit that a rank skips | forwards with gradients |
 | `untraced` | whether the compiler may reduce gradients | a backward that it did not run |
 | `last_backward` | whether other roots take part in a backward | each backward |
 
@@ -28,15 +27,23 @@ those that were dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import ref
 
-from composable.engine.gradients.agreed_order import AgreedOrder
-
-# Entries of `Agreed.patterns` at most. Where layers are frozen in turn there are many.
+# Entries of `Agreed.modes` at most. Where layers are frozen in turn there are many.
 PATTERNS: Final = 64
+
+
+class InputGradMode(enum.IntEnum):
+    """Whether the inputs of a frozen unit require gradients: backward enters it if they do."""
+
+    UNKNOWN = -1  # it was not computed yet
+    NO_GRAD = 0  # it was computed without autograd
+    NOT_REQUIRED = 1
+    REQUIRED = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -45,19 +52,29 @@ class Agreed:
 
     Attributes:
         members: in the order in which they were first planned.
-        gradients: `buckets`, `late`, `in_one_order` and `before` of the table.
+        recorded: the order in which forwards gather.
+        buckets: parameters in the order of buckets; None before the first backward that reduces.
+        late: those whose buckets are launched at the end of backward.
+        in_one_order: whether all ranks leave the units in one order in backward; None before the
+            first backward that reduces. False also where nothing is replicated next to shards.
+        before: of a unit with shards, the replicated ones that backward left before it, and after
+            the unit with shards before that.
         untraced: why the compiler reduces no gradients any more; empty if it may.
         last_backward: when it ended, on the clock of `order.CLOCK`; -1 before the first.
-        patterns: which units trained in forwards with gradients, oldest first. All ranks have the
-            same, also where some skip units.
+        modes: for each pattern of units that trained in forwards with gradients, oldest first, how
+            frozen units were last computed, by `Relations.number`. Backward must enter such a unit
+            on all ranks or on none. All ranks have the same patterns, also where some skip units.
     """
 
     members: tuple[ref[Any], ...]
     recorded: tuple[int, ...] = ()
-    gradients: AgreedOrder = field(default_factory=AgreedOrder)
+    buckets: tuple[ref[Any], ...] | None = None
+    late: tuple[ref[Any], ...] = ()
+    in_one_order: bool | None = None
+    before: dict[int, tuple[int, ...]] = field(default_factory=dict)
     untraced: str = ""
     last_backward: int = -1
-    patterns: dict[tuple[bool, ...], None] = field(default_factory=dict)
+    modes: dict[tuple[bool, ...], dict[int, InputGradMode]] = field(default_factory=dict)
 
     def units(self) -> list[Any]:
         """The members; one of a dropped model has no root that would ask."""
@@ -67,16 +84,25 @@ class Agreed:
         """Forwards gather ahead in this order from now on."""
         self.recorded = order
 
-    def note_pattern(self, training: tuple[bool, ...]) -> tuple[bool, ...] | None:
-        """A forward with gradients begins. Returns the oldest of too many patterns."""
-        if training in self.patterns:
-            return None
-        self.patterns[training] = None
-        if len(self.patterns) <= PATTERNS:
-            return None
-        oldest = next(iter(self.patterns))
-        del self.patterns[oldest]
-        return oldest
+    def agree_on_buckets(self, order: Iterable[Any], late: Iterable[Any]) -> None:
+        """All ranks have exchanged in which order parameters were ready."""
+        self.buckets, self.late = tuple(map(ref, order)), tuple(map(ref, late))
+
+    def agree_on_leaving(
+        self, in_one_order: bool, before: Mapping[int, tuple[int, ...]] = {}
+    ) -> None:
+        """All ranks have compared in which order they left the units."""
+        self.in_one_order, self.before = in_one_order, dict(before)
+
+    def note_pattern(self, training: tuple[bool, ...]) -> None:
+        """A forward with gradients begins, in which these units train."""
+        self.modes.setdefault(training, {})
+        if len(self.modes) > PATTERNS:
+            del self.modes[next(iter(self.modes))]  # the oldest
+
+    def note_mode(self, training: tuple[bool, ...], number: int, mode: InputGradMode) -> None:
+        """What ranks have agreed on in a forward, see `modes`."""
+        self.modes[training][number] = mode
 
     def stop_tracing(self, why: str) -> None:
         """The compiler reduces no gradients any more."""
