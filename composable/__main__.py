@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from composable import __version__
+from composable.extras import doctor
 from composable.extras.forecast import command as forecast_command
 from composable.extras.forecast import describing as describe_command
 from composable.extras.watch import replay as replay_command
-from composable.report import doctor
 
 
 class OneLineParser(argparse.ArgumentParser):
