@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import torch
 from torch import nn
 
+from composable.checked import is_function
 from composable.errors import AnnotationError, did_you_mean
 
 StateSync = Literal["check", "broadcast", "off"]
@@ -152,8 +153,8 @@ class MixedPrecisionPolicy:
         for name in ("cast_forward_inputs", "keep_grads_in_reduce_dtype"):
             require_bool(f"MixedPrecisionPolicy: {name}", getattr(self, name))
         object.__setattr__(self, "full_precision_classes", _classes(self.full_precision_classes))
-        choose: Any = self.param_dtype_override_fn
-        if choose is not None and (not callable(choose) or isinstance(choose, nn.Module)):
+        choose = self.param_dtype_override_fn
+        if choose is not None and not is_function(choose):
             raise AnnotationError(
                 "MixedPrecisionPolicy: param_dtype_override_fn must be a function or None, got"
                 f" {choose!r}"
