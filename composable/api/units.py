@@ -260,7 +260,7 @@ def _plan(
 ) -> UnitPlan:
     precision, device = arguments.precision_policy(verb, options["mp_policy"]), device_of(modules)
     arguments.refuse_unknown_buffers(verb, top, precision)
-    settings: dict[str, Any] = {"divisor": divisor_of(verb, options["grad_reduce"])}
+    settings: dict[str, Any] = {"divisor": divisor_of(options["grad_reduce"])}
     if verb == SHARD:
         after = arguments.reshard_after_forward_of(options["reshard_after_forward"])
         settings["reshard_after_forward"] = after
