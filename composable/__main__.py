@@ -5,13 +5,29 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, Final, NoReturn
 
 from composable import __version__
+from composable.extras import doctor
 from composable.extras.forecast import command as forecast_command
 from composable.extras.forecast import describing as describe_command
 from composable.extras.watch import replay as replay_command
-from composable.report import doctor
+
+_COMMANDS: Final[dict[str, tuple[Any, str]]] = {
+    "forecast": (
+        forecast_command,
+        "say what training needs, without the devices: memory, messages, time",
+    ),
+    "describe": (
+        describe_command,
+        "say how a model would rest on ranks, without the ranks: which rows are where",
+    ),
+    "replay": (
+        replay_command,
+        "run the unit of an incident that watch has written again, in one process",
+    ),
+    "doctor": (doctor, "describe versions, devices, launcher and settings, for a bug report"),
+}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -32,36 +48,12 @@ def main(command_line: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"composable {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    about = "say what training needs, without the devices: memory, messages, time"
-    forecast = commands.add_parser(
-        "forecast", help=about, description=f"{about[0].upper()}{about[1:]}."
-    )
-    forecast_command.add_arguments(forecast)
-    forecast.set_defaults(run=forecast_command.run)
-    about = "say how a model would rest on ranks, without the ranks: which rows are where"
-    described = commands.add_parser(
-        "describe", help=about, description=f"{about[0].upper()}{about[1:]}."
-    )
-    describe_command.add_arguments(described)
-    described.set_defaults(run=describe_command.run)
-    about = "run the unit of an incident that watch has written again, in one process"
-    replay = commands.add_parser(
-        "replay", help=about, description=f"{about[0].upper()}{about[1:]}."
-    )
-    replay_command.add_arguments(replay)
-    replay.set_defaults(run=replay_command.run)
-    about = "describe versions, devices, launcher and settings, for a bug report"
-    reported = commands.add_parser(
-        "doctor", help=about, description=f"{about[0].upper()}{about[1:]}."
-    )
-    reported.set_defaults(run=_doctor)
+    for name, (command, about) in _COMMANDS.items():
+        added = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        command.add_arguments(added)
+        added.set_defaults(run=command.run)
     options = parser.parse_args(command_line)
     return int(options.run(options))
-
-
-def _doctor(_: argparse.Namespace) -> int:
-    print(doctor.report())
-    return 0
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def _read(hint: Any) -> _Kind:
     if isinstance(hint, TypeVar):
         return _read(hint.__bound__ or Any)
     if origin is Annotated:
-        return _narrowed(_read(args[0]), next((m for m in args[1:] if isinstance(m, Takes)), None))
+        return _narrowed(_read(args[0]), next(m for m in args[1:] if isinstance(m, Takes)))
     if origin is Literal:
         choices = tuple(each for each in args if isinstance(each, str))
         known = frozenset(args)
@@ -169,9 +169,7 @@ def _read(hint: Any) -> _Kind:
     return _Kind(lambda value: isinstance(value, kind), with_article(kind.__name__))
 
 
-def _narrowed(base: _Kind, takes: Takes | None) -> _Kind:
-    if takes is None:
-        return base
+def _narrowed(base: _Kind, takes: Takes) -> _Kind:
     if takes is ELSEWHERE:
         return _ANYTHING
     fits, more = base.fits, takes.fits
@@ -215,11 +213,7 @@ def _protocol(kind: type) -> _Kind:
         return _ANYTHING
     named = "__name__" in getattr(kind, "__annotations__", {})
     return _Kind(
-        lambda value: (
-            callable(value)
-            and not isinstance(value, nn.Module)
-            and (not named or hasattr(value, "__name__"))
-        ),
+        lambda value: is_function(value) and (not named or hasattr(value, "__name__")),
         with_article(kind.__name__.lower()),
     )
 
@@ -232,23 +226,19 @@ def _subclass(of: Any) -> _Kind:
 
 
 def _function(args: tuple[Any, ...]) -> _Kind:
-    """Take a function that can be called with as many arguments as the annotation has.
-
-    A module can be called, too, and where a function is asked for it is a slip.
-    """
+    """Take a function that can be called with as many arguments as the annotation has."""
     count = len(args[0]) if args and isinstance(args[0], list) else None
     words = "a function" if count is None else f"a function of {count} argument{'s' * (count != 1)}"
-    return _Kind(
-        lambda value: (
-            callable(value)
-            and not isinstance(value, nn.Module)
-            and (count is None or _can_be_called(value, count))
-        ),
-        words,
-    )
+    return _Kind(lambda value: is_function(value) and (count is None or takes(value, count)), words)
 
 
-def _can_be_called(function: Callable[..., Any], count: int) -> bool:
+def is_function(value: Any) -> bool:
+    """Whether it can be called, and is no module: where a function is asked for that is a slip."""
+    return callable(value) and not isinstance(value, nn.Module)
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether `function` can be called with `count` arguments."""
     try:
         inspect.signature(function).bind(*repeat(None, count))
     except ValueError:
@@ -318,7 +308,8 @@ class _Checks:
         owner, _, name = function.__qualname__.split(".<locals>.")[-1].rpartition(".")
         self.name = owner if name == "__init__" else f"{owner}.{name}" if owner else name
         self.hidden = int(bool(owner))
-        signature, hints = inspect.signature(function), _hints_of(function)
+        signature = inspect.signature(function)
+        hints = get_type_hints(function, include_extras=True)
         parameters = list(signature.parameters.values())
         if self.hidden:
             hints[parameters[0].name] = Any
@@ -376,10 +367,6 @@ class _Checks:
 
 _is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
 _checks: Final[dict[Any, _Checks]] = {}
-
-
-def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(function, include_extras=True)
 
 
 @untraced

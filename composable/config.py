@@ -8,49 +8,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
 
 import torch
 from torch import nn
 
-from composable.errors import AnnotationError, did_you_mean
+from composable.checked import Takes, check_arguments
+from composable.errors import AnnotationError
 
 StateSync = Literal["check", "broadcast", "off"]
 SYNC_MODES: Final = get_args(StateSync)
 
-GradReduce = Literal["mean", "sum"] | float
+GradReduce = Annotated[
+    Literal["mean", "sum"] | float,
+    Takes(
+        "'mean', 'sum' or a positive number to divide the sum over all ranks by",
+        lambda value: value in ("mean", "sum") or 0.0 < value < math.inf,
+    ),
+]
 
 
-def divisor_of(verb: str, grad_reduce: object) -> float | None:
+def divisor_of(grad_reduce: GradReduce) -> float | None:
     """Return what the sum of gradients over all ranks is divided by.
 
     None stands for the number of ranks.
-
-    Raises:
-        AnnotationError: it is neither "mean" nor "sum" nor a positive number.
     """
     if grad_reduce == "mean":
         return None
-    if grad_reduce == "sum":
-        return 1.0
-    if type(grad_reduce) in (int, float) and 0.0 < float(grad_reduce) < math.inf:  # type: ignore[arg-type]
-        return float(grad_reduce)  # type: ignore[arg-type]
-    near = did_you_mean(grad_reduce, ("mean", "sum"))
-    raise AnnotationError(
-        f"{verb}: grad_reduce must be 'mean', 'sum' or a positive number to divide the sum over all"
-        f" ranks by, got {grad_reduce!r}{near}"
-    )
+    return 1.0 if grad_reduce == "sum" else float(grad_reduce)
 
 
 def grad_reduce_in_words(divisor: float | None) -> str:
     """Invert `divisor_of`, for messages."""
     return "mean" if divisor is None else "sum" if divisor == 1.0 else f"sum / {divisor:g}"
-
-
-def require_bool(what: str, value: object) -> None:
-    """Raise unless `value`, of the argument or field `what`, is True or False."""
-    if type(value) is not bool:
-        raise AnnotationError(f"{what} must be True or False, got {value!r}")
 
 
 _REAL: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -149,15 +139,14 @@ class MixedPrecisionPolicy:
             elif value is not None and (name, value) != ("reduce_dtype", GRAD_DTYPE):
                 value = real_dtype(value, what)
             object.__setattr__(self, name, value)
-        for name in ("cast_forward_inputs", "keep_grads_in_reduce_dtype"):
-            require_bool(f"MixedPrecisionPolicy: {name}", getattr(self, name))
         object.__setattr__(self, "full_precision_classes", _classes(self.full_precision_classes))
-        choose: Any = self.param_dtype_override_fn
-        if choose is not None and (not callable(choose) or isinstance(choose, nn.Module)):
-            raise AnnotationError(
-                "MixedPrecisionPolicy: param_dtype_override_fn must be a function or None, got"
-                f" {choose!r}"
-            )
+        as_they_are = (
+            "cast_forward_inputs",
+            "keep_grads_in_reduce_dtype",
+            "param_dtype_override_fn",
+        )
+        given = {name: getattr(self, name) for name in as_they_are}
+        check_arguments(MixedPrecisionPolicy.__init__, given)
 
     def __str__(self) -> str:
         """Name the fields that differ from their defaults."""
@@ -242,4 +231,4 @@ class CPUOffloadPolicy:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        require_bool("CPUOffloadPolicy: pin_memory", self.pin_memory)
+        check_arguments(CPUOffloadPolicy.__init__, {"pin_memory": self.pin_memory})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Final, Literal
@@ -17,7 +17,6 @@ from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.step.observer import notify_communication
 from composable.engine.step.plan import launch_held
 from composable.engine.step.root import end_interrupted, land_held
-from composable.engine.step.unit import Unit
 from composable.errors import PhaseError
 from composable.torch_private import in_backward
 
@@ -119,14 +118,5 @@ def launch_reductions(model: nn.Module) -> Callable[[], None]:
             " it when backward() has returned; or leave it out, and run the last backward outside"
             " of no_sync"
         )
-    return reduce_held(units)
-
-
-def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
-    """Launch the reduction of what these units accumulated under `no_sync`.
-
-    All ranks call it, outside of forward and backward, and what it returns: that lands the
-    gradients.
-    """
     notify_communication("reduce", [param.at_rest for unit in units for param in unit.params])
     return partial(land_held, launch_held(units))

@@ -107,7 +107,9 @@ def apply_tp_plan(
 
 def _plans_for(model: nn.Module, *, experts: bool) -> tuple[dict[str, str], dict[str, str]]:
     """Check the model, and return the rules of its two plans that apply."""
-    tp_plan, ep_plan = plans_of(model)
+    # what transformers says of it: how it is made tensor parallel, and its experts
+    plans = (getattr(model, name, None) for name in ("tp_plan", "ep_plan"))
+    tp_plan, ep_plan = (dict(plan or {}) for plan in plans)
     if not tp_plan or (experts and not ep_plan):
         raise AnnotationError(
             f"apply_tp_plan: the {type(model).__name__} has no {'ep' if tp_plan else 'tp'}_plan, as"
@@ -133,10 +135,3 @@ def _plans_for(model: nn.Module, *, experts: bool) -> tuple[dict[str, str], dict
         for name, how in tp_plan.items()
         if not any(f"{name}.".startswith(f"{left}.") for left in ep_plan)
     }, ep_plan
-
-
-def plans_of(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what transformers says of a model: how to make it tensor parallel, and its experts."""
-    return tuple(  # type: ignore[return-value]
-        dict(getattr(model, name, None) or {}) for name in ("tp_plan", "ep_plan")
-    )

@@ -86,10 +86,8 @@ def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
         if settings["reduce_dtype"] is None and _FOLLOWS_GRAD_DTYPE:
             settings["reduce_dtype"] = GRAD_DTYPE
         value = MixedPrecisionPolicy(**settings)
-    elif isinstance(value, torch.dtype | str):
+    elif not isinstance(value, MixedPrecisionPolicy):
         value = MixedPrecisionPolicy(param_dtype=value)
-    elif value is None:
-        value = MixedPrecisionPolicy()
     policy: MixedPrecisionPolicy = value
     return policy
 

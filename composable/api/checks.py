@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from composable.api.arguments import dim_without_padding, has_own_class, ranks_after_forward
-from composable.api.mesh import MeshPlan, part_of
+from composable.api.mesh import MeshPlan, is_alone, part_of
 from composable.comm import is_distributed
 from composable.comm.mesh_info import communication_device
 from composable.contract.contract import add_attribute
@@ -328,15 +328,13 @@ _WARNED: Final[WeakSet[dist.ProcessGroup]] = WeakSet()
 def warn_of_one_rank(
     verb: str, module: nn.Module, mesh: DeviceMesh, parameters: Sequence[Managed[nn.Parameter]]
 ) -> None:
-    """Log that a mesh of one rank shards nothing and averages nothing, while there are more ranks.
-
-    Not for parameters that are tensor-parallel over others, since the mesh is then a slice.
+    """Log that a mesh of one rank shards nothing and averages nothing, while there are more
+    ranks.
     """
-    world = dist.get_world_size()
-    if mesh.size() > 1 or world == 1 or (group := mesh.get_group(0)) in _WARNED:
+    if not is_alone(mesh, (each.tensor for each in parameters)):
         return
-    tensors = [each.tensor for each in parameters]
-    if any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in tensors):
+    world, group = dist.get_world_size(), mesh.get_group(0)
+    if group in _WARNED:
         return
     _WARNED.add(group)
     logger.warning(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 from torch import nn
 
-from composable.checked import ELSEWHERE, checked
+from composable.checked import ELSEWHERE, checked, takes
 from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.naming import find_fqn, modules_of
@@ -29,7 +29,6 @@ from composable.errors import (
     first_line,
 )
 from composable.features.hook_stages import ALL_REDUCE, REDUCE_SCATTER, CommHook, hooks_of, set_hook
-from composable.policies.base import takes
 
 _VERB: Final = "register_comm_hook"
 _TORCHS: Final = "torch.distributed.algorithms.ddp_comm_hooks."

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Literal, Protocol
@@ -15,8 +15,9 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import (
@@ -366,6 +367,15 @@ def comms_along(mesh: DeviceMesh, device: torch.device) -> list[Comm]:
     """The communicators of each dimension of `mesh`; none on a rank outside of it."""
     inside = mesh.get_coordinate() is not None
     return [comm_of(group, device) for group in mesh.get_all_groups()] if inside else []
+
+
+def is_alone(mesh: DeviceMesh, tensors: Iterable[Tensor]) -> bool:
+    """Whether a mesh has one rank, though there are others, and is no slice of a mesh over which
+    one of `tensors` is tensor parallel.
+    """
+    if mesh.size() > 1 or dist.get_world_size() == 1:
+        return False
+    return not any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in tensors)
 
 
 def part_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh | None:

@@ -154,11 +154,11 @@ def annotate(
         with failures_shared(name, comm):
             refuse_unknown_mode(sync_module_states)
             check_arguments(verb, {**options, "ignored_params": ignored_params})
-            plans, tied = _planned_units(verb, modules, policy, ignored_params, mesh_plan, options)
+            plans, tied, buffers = _planned_units(
+                verb, modules, policy, ignored_params, mesh_plan, options
+            )
             params = [each for plan in plans for each in plan.params]
             parameters = [each.managed for each in params]
-            ignored = ids_of_ignored(modules, ignored_params)
-            buffers = managed_buffers(modules, ignored=ignored)
             names = names_below(modules[0])
             treatment = [text for plan in plans for text in _treatment(name, plan, names)]
         apart: dict[MeshPlan, list[Managed[nn.Parameter]]] = {}  # on meshes of their own
@@ -202,9 +202,9 @@ def _planned_units(
     ignored_params: Ignored,
     mesh_plan: MeshPlan | None,
     options: dict[str, Any],
-) -> tuple[list[UnitPlan], list[tuple[Unit, Managed[nn.Parameter]]]]:
-    """The plans of the annotated modules and of each one that the policy picks, in order; and what
-    stays with another unit.
+) -> tuple[list[UnitPlan], list[tuple[Unit, Managed[nn.Parameter]]], list[Managed[Tensor]]]:
+    """The plans of the annotated modules and of each one that the policy picks, in order; what
+    stays with another unit; and the buffers.
 
     Makes all checks, and changes nothing.
     """
@@ -244,7 +244,7 @@ def _planned_units(
             kind = None if mesh_plan is None else mesh_plan.mesh.device_type
             over = mesh_plan_for(verb, own["mesh"], unit, kind)
         plans.append(_plan(verb, modules, unit, own, over, share, followed, ignored))
-    return plans[::-1], tied
+    return plans[::-1], tied, held
 
 
 def _plan(
@@ -259,7 +259,7 @@ def _plan(
 ) -> UnitPlan:
     precision, device = arguments.precision_policy(verb, options["mp_policy"]), device_of(modules)
     arguments.refuse_unknown_buffers(verb, top, precision)
-    settings: dict[str, Any] = {"divisor": divisor_of(verb, options["grad_reduce"])}
+    settings: dict[str, Any] = {"divisor": divisor_of(options["grad_reduce"])}
     if verb == SHARD:
         after = arguments.reshard_after_forward_of(options["reshard_after_forward"])
         settings["reshard_after_forward"] = after

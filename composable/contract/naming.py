@@ -26,7 +26,6 @@ from composable.errors import (
 _names: ContextVar[Mapping[int, str]] = ContextVar("composable_names", default=MappingProxyType({}))
 
 _LIBRARIES: Final = ("composable.", "torch.")
-_DEMO: Final = "examples.demo."  # its call sites are reported like those of a user's script
 
 
 # --- names of modules ---------------------------------------------------------------------------
@@ -91,8 +90,7 @@ def _user_frames() -> Iterator[FrameType]:
     """The stack frames of code that belongs to no library, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = f"{frame.f_globals.get('__name__', '')}."
-        if name.startswith(_DEMO) or not name.startswith(_LIBRARIES):
+        if not f"{frame.f_globals.get('__name__', '')}.".startswith(_LIBRARIES):
             yield frame
         frame = frame.f_back
 

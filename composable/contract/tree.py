@@ -66,15 +66,8 @@ def annotation_of(module: nn.Module) -> Annotation | None:
 
 def states_below(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the states of both verbs on `modules` and below, in `.modules()` order."""
-    found: dict[int, Any] = {}
-    for top in modules:
-        for module in top.modules():
-            annotations = records_of(module)
-            for verb in (SHARD, REPLICATE):
-                if verb in annotations:
-                    state = annotations[verb].state
-                    found.setdefault(id(state), state)
-    return list(found.values())
+    below = (annotation_of(module) for top in modules for module in top.modules())
+    return list({id(each.state): each.state for each in below if each is not None}.values())
 
 
 def walk(
@@ -172,7 +165,7 @@ def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
         >>> get_fully_sharded_modules(model)[0] is model
         True
     """
-    return [module for module, _ in _units(root, SHARD, stop=(REPLICATE,))]
+    return [module for module, _ in _sharded_units(root)]
 
 
 @checked
@@ -184,7 +177,7 @@ def get_states(root: nn.Module) -> list[Any]:
         >>> len(get_states(model)) == len(get_fully_sharded_modules(model))
         True
     """
-    return [state for _, state in _units(root, SHARD, stop=(REPLICATE,))]
+    return [state for _, state in _sharded_units(root)]
 
 
 @checked
@@ -223,11 +216,11 @@ def get_root_states(root: nn.Module) -> list[Any]:
     return [unit for unit in units if id(unit.modules[0]) not in inside]
 
 
-def _units(root: nn.Module, verb: str, stop: Collection[str] = ()) -> list[tuple[nn.Module, Any]]:
-    """Return the first module and the state of each annotation `verb` in `root`."""
+def _sharded_units(root: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Return the first module and the state of each sharded unit in `root`."""
     units: dict[int, tuple[nn.Module, Any]] = {}
-    for _, module in walk(root, stop=stop):
-        annotation = records_of(module).get(verb)
+    for _, module in walk(root, stop=(REPLICATE,)):
+        annotation = records_of(module).get(SHARD)
         if annotation is not None:
             units.setdefault(id(annotation.state), (module, annotation.state))
     return list(units.values())

@@ -283,12 +283,10 @@ class FSDPModule(metaclass=_AsksRegistry):
             requires_gradient_sync: whether to reduce.
             recurse: also the gradients of the units below.
         """
-        units, syncs = (
-            _units("set_requires_gradient_sync", self, recurse),
-            bool(requires_gradient_sync),
-        )
+        units = _units("set_requires_gradient_sync", self, recurse)
+        reduces = bool(requires_gradient_sync)
         for unit in units:
-            _set_reduction(unit, sync=syncs, all_reduce=syncs)
+            _set_reduction(unit, sync=reduces, all_reduce=reduces)
         _follow_schedule(units)
 
     @checked

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -104,17 +103,6 @@ def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:
             raise PolicyError(f"{takes}, and got {kind_of(item)}{hint}")
     # A set has no order of its own; sorted, messages are the same on every rank.
     return tuple(sorted(dict.fromkeys(found), key=lambda cls: (cls.__module__, cls.__qualname__)))
-
-
-def takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether `function` can be called with `count` arguments."""
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except ValueError:
-        return True  # a builtin that does not tell
-    except TypeError:
-        return False
-    return True
 
 
 def by_all_names(

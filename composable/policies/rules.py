@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import nn
 from typing_extensions import override
 
-from composable.checked import PositiveInt, checked
+from composable.checked import PositiveInt, checked, is_function, takes
 from composable.errors import PolicyError, describe_module, few, kind_of, what_is_there
 from composable.policies.base import (
     Policy,
@@ -21,7 +21,6 @@ from composable.policies.base import (
     is_container,
     layers_in_lists,
     not_empty,
-    takes,
 )
 
 
@@ -80,8 +79,7 @@ class CustomPolicy(Policy):
     """
 
     def __init__(self, decide: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
-        given: Any = decide
-        if not callable(given) or isinstance(given, nn.Module):
+        if not is_function(decide):
             raise PolicyError(
                 f"CustomPolicy: decide must be a function of a module, got {kind_of(decide)}"
             )

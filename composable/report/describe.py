@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from composable.api.mesh import is_alone
 from composable.checked import checked
-from composable.comm import is_distributed, world_group
+from composable.comm import is_distributed
 from composable.compilation import unwrapped
 from composable.config import grad_reduce_in_words
 from composable.contract.contract import registry
@@ -243,12 +244,9 @@ def describe(
 
 
 def _is_on_one_rank(unit: Unit) -> bool:
-    """Whether a unit is this rank's alone, though there are others."""
     mesh = unit.mesh_info.mesh
-    if mesh is None or mesh.size() > 1 or not is_distributed() or world_group().size() == 1:
-        return False
-    at_rest = [param.at_rest for param in unit.params]
-    return not any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in at_rest)
+    at_rest = (param.at_rest for param in unit.params)
+    return mesh is not None and is_distributed() and is_alone(mesh, at_rest)
 
 
 def _offloads_nothing(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.contract.tree import SHARD, Place, annotation_of, registered_parameters
@@ -25,6 +25,7 @@ from composable.engine.params.param_group import ParamGroup
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import unit_name
 from composable.report.table import Cells, Table
+from composable.tensors.dtensors import slices_at
 from composable.torch_private import local_tensor
 
 NOT_ANNOTATED: Final = "(not annotated)"
@@ -234,20 +235,14 @@ def _row(each: _Described, names: Sequence[str], unit: str, parts_of: Any) -> Pa
 def _parts_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> tuple[Part, ...]:
-    """Return what the ranks of a mesh have. Placements cut from left to right, as `torch.chunk`."""
-    if any(type(placement) not in (Shard, Replicate) for placement in placements):
-        return ()
+    """Return what the ranks of a mesh have; nothing where placements do not tell."""
     found: dict[Slices, list[int]] = {}
     ranks = mesh.mesh.flatten().tolist()
-    for rank, at in zip(ranks, product(*map(range, mesh.shape)), strict=True):
-        slices = [(0, size) for size in shape]
-        for placement, count, index in zip(placements, mesh.shape, at, strict=True):
-            if isinstance(placement, Shard):
-                start, end = slices[placement.dim]
-                rows = -(-(end - start) // count)
-                start = min(start + index * rows, end)
-                slices[placement.dim] = start, min(start + rows, end)
-        found.setdefault(tuple(slices), []).append(rank)
+    for rank, place in zip(ranks, product(*map(range, mesh.shape)), strict=True):
+        slices = slices_at(place, mesh, placements, shape)
+        if slices is None:
+            return ()
+        found.setdefault(slices, []).append(rank)
     parts = [Part(tuple(sorted(ranks)), slices) for slices, ranks in found.items()]
     return tuple(sorted(parts, key=lambda part: part.ranks))
 

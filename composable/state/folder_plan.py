@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from composable.comm import Comm
 from composable.engine.step.unit import Unit
@@ -32,6 +32,7 @@ from composable.state.whole import (
     names_that_differ,
     tensors_at_rest,
 )
+from composable.tensors.dtensors import slices_at
 from composable.torch_private import local_of
 
 Rename = Callable[[str], str]
@@ -278,20 +279,10 @@ def box_of(tensor: Tensor) -> list[slice] | None:
         return []
     if type(local_of(tensor)) is not Tensor:
         return None
-    box = [slice(0, size) for size in tensor.shape]
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard:  # in another order of ranks
-            return None
-        # as `torch.chunk` cuts what the dimensions of the mesh before this one have left
-        start, stop = box[placement.dim].start, box[placement.dim].stop
-        rows = -(-(stop - start) // tensor.device_mesh.size(axis))
-        start = min(stop, start + coordinate[axis] * rows)
-        box[placement.dim] = slice(start, min(stop, start + rows))
-    return box
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    slices = slices_at(place, tensor.device_mesh, tensor.placements, tensor.shape)
+    return None if slices is None else [slice(*each) for each in slices]
 
 
 def rows_of(each: Converted, tensors: Sequence[Tensor]) -> slice | None:

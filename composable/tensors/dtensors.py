@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.errors import few
@@ -83,6 +83,28 @@ def whole_of(tensor: Tensor) -> Tensor:
         whole: Tensor = detached.full_tensor()
     # Replicated, or over one rank, the whole is the local tensor itself.
     return cloned(whole) if whole.data_ptr() == local.data_ptr() else whole
+
+
+def slices_at(
+    place: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+) -> tuple[tuple[int, int], ...] | None:
+    """What the rank at `place` of a mesh holds of a whole tensor: along each dimension, the first
+    index and the one after the last. None for placements of classes that torch does not document.
+    """
+    slices = [(0, size) for size in shape]
+    for index, count, placement in zip(place, mesh.shape, placements, strict=True):
+        if type(placement) is Shard:
+            # as `torch.chunk` cuts what the dimensions of the mesh before this one have left
+            start, stop = slices[placement.dim]
+            rows = -(-(stop - start) // count)
+            start = min(start + index * rows, stop)
+            slices[placement.dim] = start, min(start + rows, stop)
+        elif type(placement) is not Replicate:  # in another order of ranks
+            return None
+    return tuple(slices)
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:

@@ -5,6 +5,7 @@ It starts nothing and imports nothing but torch: packages are looked up, not loa
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import socket
@@ -68,6 +69,16 @@ LAUNCHERS: Final = (
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE"),
     ),
 )  # fmt: skip
+
+
+def add_arguments(_: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments: there are none."""
+
+
+def run(_: argparse.Namespace) -> int:
+    """Print the report; return the exit status."""
+    print(report())
+    return 0
 
 
 def report(environment: Mapping[str, str] = os.environ) -> str:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from composable.__main__ import main
-from composable.report import doctor
+from composable.extras import doctor
 from docs.generate import ROOT
 
 
