@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from math import prod
 from time import perf_counter
-from typing import Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from composable.checked import PositiveInt, Takes, checked
 from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
 from composable.errors import ForecastError
@@ -54,6 +55,25 @@ from composable.torch_private import (
 )
 
 Loss = Callable[[nn.Module, Any], Tensor]
+MakeModel = Annotated[
+    Callable[[], nn.Module],
+    Takes("a function that makes the model, e.g. lambda: Model(config)"),
+]
+MakeOptimizer = Annotated[
+    Callable[..., Optimizer],
+    Takes("what makes an optimizer of parameters, e.g. torch.optim.AdamW"),
+]
+
+
+def are_sizes(mesh: Mapping[str, Any]) -> bool:
+    """Whether these are sizes of dimensions."""
+    return bool(mesh) and all(isinstance(size, int) and size >= 1 for size in mesh.values())
+
+
+Sizes = Annotated[
+    Mapping[str, int],
+    Takes('names of dimensions with their sizes, as in {"replicate": 4, "shard": 16}', are_sizes),
+]
 
 NOT_SEEN: Final = (
     "whose messages and streams are not seen here. Annotate by composable's fully_shard or"
@@ -62,17 +82,18 @@ NOT_SEEN: Final = (
 PACE: Final = 5.0  # seconds between two words of progress
 
 
+@checked
 def forecast(
-    make_model: Callable[[], nn.Module],
+    make_model: MakeModel,
     annotate: Callable[..., object],
     make_batch: Callable[[], Any],
     *,
-    ranks: int,
-    mesh: Mapping[str, int] | None = None,
+    ranks: PositiveInt,
+    mesh: Sizes | None = None,
     device: str | Device = "h100",
-    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.AdamW,
+    optimizer: MakeOptimizer | None = torch.optim.AdamW,
     loss: Loss | None = None,
-    steps: int = 2,
+    steps: PositiveInt = 2,
     progress: Callable[[str], object] | None = None,
 ) -> Forecast:
     """Predict memory, messages and time of one rank's step, without the devices.
@@ -118,16 +139,8 @@ def forecast(
     The idea is that of `torch.distributed._tools` (memory and run-time estimation over fake
     tensors), with the library's own streams and messages.
     """
-    check_functions(
-        make_model=make_model,
-        annotate=annotate,
-        make_batch=make_batch,
-        optimizer=optimizer,
-        loss=loss,
-    )
-    found = device_of(device)
-    sizes = _sizes_of(mesh, ranks, steps)
-    machine = machine_of(found, progress, steps)
+    sizes = _sizes_of(mesh, ranks)
+    machine = machine_of(device_of(device), progress, steps)
 
     def run(model: nn.Module, batch: Any) -> Tensor:
         value = (loss or _loss)(model, batch)
@@ -186,7 +199,7 @@ def simulated_model(
     Args:
         make_model, annotate, ranks, mesh: as of `forecast`.
     """
-    machine, sizes = Machine(device_of("cpu")), _sizes_of(mesh, ranks, 1)
+    machine, sizes = Machine(device_of("cpu")), _sizes_of(mesh, ranks)
     with _world(machine, ranks), _simulated(machine):
         yield _annotated(make_model, annotate, sizes)
 
@@ -209,46 +222,12 @@ def takes_mesh(annotate: Callable[..., object]) -> bool:
     return len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
 
 
-_FUNCTIONS: Final = {
-    "make_model": "a function that makes the model, e.g. lambda: Model(config)",
-    "make_stage": "a function that makes a stage by its number, e.g. lambda index: Part(index)",
-    "annotate": "a function that annotates the model it gets, e.g. fully_shard",
-    "make_batch": "a function that makes one rank's batch",
-    "make_target": "a function that makes what the loss gets beside the last stage's output",
-    "optimizer": "what makes an optimizer of parameters, e.g. torch.optim.AdamW",
-    "loss": "a function that returns a scalar",
-}
-_MAY_BE_NONE: Final = ("make_target", "optimizer", "loss")
-
-
-def check_functions(**given: object) -> None:
-    """Refuse a model or an optimizer that is there already, and what is no function."""
-    for name, value in given.items():
-        if value is None and name in _MAY_BE_NONE:
-            continue
-        made = name in ("make_model", "make_stage") and isinstance(value, nn.Module)
-        if made or not callable(value):
-            raise ValueError(
-                f"forecast: {name} must be {_FUNCTIONS[name]}; got an object of"
-                f" {type(value).__name__}"
-            )
-
-
-def _sizes_of(mesh: Any, ranks: Any, steps: Any) -> dict[str, int]:
-    """The dimensions of the mesh, if they and the numbers make sense."""
-    if not all(isinstance(number, int) and number >= 1 for number in (ranks, steps)):
-        raise ValueError(
-            f"forecast: ranks={ranks!r} and steps={steps!r} must be whole numbers of at least 1"
-        )
-    sizes = {"ranks": ranks} if mesh is None else mesh
-    if not (isinstance(sizes, Mapping) and all(isinstance(size, int) for size in sizes.values())):
-        raise ValueError(
-            f"forecast: mesh={mesh!r} must be names of dimensions with their sizes, as in"
-            ' {"replicate": 4, "shard": 16}'
-        )
+def _sizes_of(mesh: Mapping[str, int] | None, ranks: int) -> dict[str, int]:
+    """The dimensions of the mesh."""
+    sizes = {"ranks": ranks} if mesh is None else dict(mesh)
     if (product := prod(sizes.values())) != ranks:
-        raise ValueError(f"forecast: mesh={dict(sizes)} has {product} ranks, not ranks={ranks}")
-    return dict(sizes)
+        raise ValueError(f"forecast: mesh={sizes} has {product} ranks, not ranks={ranks}")
+    return sizes
 
 
 def _paced(progress: Callable[[str], object], steps: int) -> Callable[[Machine], None]:

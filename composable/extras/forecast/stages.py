@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
+from composable.checked import PositiveInt, Takes, checked
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device, amount, device_of, milliseconds, unit_for
 from composable.extras.forecast.forecast import (
-    check_functions,
+    MakeOptimizer,
+    are_sizes,
     machine_of,
     running,
     takes_mesh,
@@ -30,6 +32,26 @@ from composable.extras.forecast.result import Forecast, aligned
 
 SCHEDULES: Final = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 POINT_TO_POINT: Final = ("send", "receive")
+
+MakeStage = Annotated[
+    Callable[[int], nn.Module],
+    Takes("a function that makes a stage by its number, e.g. lambda index: Part(index)"),
+]
+AnnotateStage = Annotated[
+    Callable[[nn.Module, DeviceMesh], object],
+    Takes(
+        "a function that takes the stage and the mesh, and passes the dimensions of the stage on,"
+        ' e.g. lambda part, mesh: fully_shard(part, mesh=mesh["dp"])',
+        takes_mesh,
+    ),
+]
+StageSizes = Annotated[
+    Mapping[str, int],
+    Takes(
+        'names of dimensions with their sizes, that of the stages first, as in {"pp": 4, "dp": 16}',
+        are_sizes,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -160,19 +182,20 @@ class Pipeline:
         }
 
 
+@checked
 def forecast_stages(
-    make_stage: Callable[[int], nn.Module],
-    annotate: Callable[[nn.Module, DeviceMesh], object],
+    make_stage: MakeStage,
+    annotate: AnnotateStage,
     make_batch: Callable[[], Any],
     *,
-    mesh: Mapping[str, int],
-    micro_batches: int,
+    mesh: StageSizes,
+    micro_batches: PositiveInt,
     schedule: str = "1F1B",
     make_target: Callable[[], Tensor] | None = None,
     loss: Callable[..., Tensor] | None = None,
     device: str | Device = "h100",
-    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.AdamW,
-    steps: int = 2,
+    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    steps: PositiveInt = 2,
     progress: Callable[[str], object] | None = None,
 ) -> Pipeline:
     """Predict memory and time of each stage of a pipeline, without the devices.
@@ -217,20 +240,6 @@ def forecast_stages(
     Schedules are those of `torch.distributed.pipelining`: GPipe (arXiv:1811.06965) and 1F1B
     (PipeDream-Flush, arXiv:2006.09503), where the bubble's part is from.
     """
-    check_functions(
-        make_stage=make_stage,
-        annotate=annotate,
-        make_batch=make_batch,
-        make_target=make_target,
-        loss=loss,
-        optimizer=optimizer,
-    )
-    if not takes_mesh(annotate):
-        raise ValueError(
-            "forecast_stages: annotate must take the stage and the mesh, and pass the dimensions of"
-            ' the stage on, e.g. lambda part, mesh: fully_shard(part, mesh=mesh["dp"])'
-        )
-    _check_numbers(mesh, micro_batches, steps)
     (name, kind), on_device = _schedule_of(schedule), device_of(device)
     dimension, count = next(iter(mesh.items()))
     stages: list[Forecast] = []
@@ -338,24 +347,6 @@ def _schedule_of(given: object) -> tuple[str, type[PipelineScheduleSingle]]:
         f'forecast_stages: schedule={given!r} must be "GPipe" or "1F1B", which have one stage on'
         " each rank"
     )
-
-
-def _check_numbers(mesh: object, *numbers: object) -> None:
-    """Refuse what are no sizes of dimensions, and numbers of micro-batches and steps below one."""
-
-    def is_count(number: object) -> bool:
-        return isinstance(number, int) and number >= 1
-
-    if not (isinstance(mesh, Mapping) and mesh and all(map(is_count, mesh.values()))):
-        raise ValueError(
-            f"forecast_stages: mesh={mesh!r} must be names of dimensions with their sizes, that of"
-            ' the stages first, as in {"pp": 4, "dp": 16}'
-        )
-    if not all(map(is_count, numbers)):
-        raise ValueError(
-            f"forecast_stages: micro_batches={numbers[0]!r} and steps={numbers[1]!r} must be whole"
-            " numbers of at least 1"
-        )
 
 
 def _batch_of(make_batch: Callable[[], Any], micro_batches: int) -> tuple[Tensor, ...]:
