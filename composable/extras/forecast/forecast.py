@@ -57,11 +57,11 @@ from composable.torch_private import (
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeModel = Annotated[
     Callable[[], nn.Module],
-    Takes("a function that makes the model, e.g. lambda: Model(config)"),
+    Takes("a function that makes the model (such as lambda: Model(config))"),
 ]
 MakeOptimizer = Annotated[
     Callable[..., Optimizer],
-    Takes("what makes an optimizer of parameters, e.g. torch.optim.AdamW"),
+    Takes("what makes an optimizer of parameters (such as torch.optim.AdamW)"),
 ]
 
 
@@ -72,7 +72,9 @@ def are_sizes(mesh: Mapping[str, Any]) -> bool:
 
 Sizes = Annotated[
     Mapping[str, int],
-    Takes('names of dimensions with their sizes, as in {"replicate": 4, "shard": 16}', are_sizes),
+    Takes(
+        'names of dimensions with their sizes (such as {"replicate": 4, "shard": 16})', are_sizes
+    ),
 ]
 
 NOT_SEEN: Final = (

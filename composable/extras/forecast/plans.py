@@ -36,7 +36,7 @@ WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into
 SHOWN: Final = 8  # rows of a table
 MOST: Final = 24  # forecasts that a search makes
 _NEVER_TRIED: Final = "pipelines, an offload_policy, and other batches"
-Bytes = Annotated[float, Takes("a number of bytes, e.g. 80 * 10**9", lambda value: value >= 1)]
+Bytes = Annotated[float, Takes("a number of bytes (such as 80 * 10**9)", lambda value: value >= 1)]
 NOT_SHARED: Final[Mapping[str, int]] = {}
 
 
