@@ -849,7 +849,7 @@ def test_steps_of_whole_matrices_are_refused_by_name_and_a_forecast_follows(verb
         (
             {"ranks": 4, "optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))])},
             ValueError,
-            "optimizer must be what makes an optimizer of parameters, .* got an SGD",
+            r"optimizer must be what makes an optimizer of parameters .* got a SGD",
         ),
         ({"ranks": 4, "make_model": nn.Linear(1, 1)}, ValueError, "must be .* lambda: Model"),
         (

@@ -332,7 +332,7 @@ class Named(nn.Module):
         ({"micro_batches": 5}, ValueError, "5 micro-batches do not divide the 12 rows"),
         ({"micro_batches": 1}, ValueError, "Number of microbatches"),
         ({"schedule": "Interleaved1F1B"}, ValueError, 'must be "GPipe" or "1F1B", which have one'),
-        ({"schedule": None}, ValueError, "schedule=None must be"),
+        ({"schedule": None}, ValueError, "schedule must be"),
         (
             {"annotate": lambda stage: None},
             ValueError,

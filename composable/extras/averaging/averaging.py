@@ -20,13 +20,7 @@ from composable.comm.base import cut_flat
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
 from composable.errors import AnnotationError, MeshError, closest, few
-from composable.seams import (
-    Unit,
-    refuse_extended,
-    require_at_rest,
-    units_in,
-    written,
-)
+from composable.seams import Unit, refuse_extended, require_at_rest, units_in, written
 from composable.tensors.dtensors import describe_mesh
 from composable.tensors.protocol import is_packed
 from composable.torch_private import locals_of
@@ -54,12 +48,8 @@ def comm_over(caller: str, unit: Unit, over: Over) -> Comm:
     group = _group_over(caller, unit, info, over)
     if unit.is_sharded and info.mesh is not None and group is not None:
         ranks = dist.get_process_group_ranks(group)
-        parts = (
-            info.mesh.mesh.movedim(info.shard_dim, 0)
-            .reshape(info.mesh.size(info.shard_dim), -1)
-            .tolist()
-        )
-        if sum(any(rank in ranks for rank in part) for part in parts) > 1:
+        members = torch.isin(info.mesh.mesh, torch.tensor(ranks)).nonzero()
+        if len(members[:, info.shard_dim].unique()) > 1:
             raise MeshError(
                 f"{caller}: unit '{unit.name}' is sharded over ranks"
                 f" {few([str(rank) for rank in ranks])} (over={over!r}), which hold different parts"

@@ -63,8 +63,8 @@ from composable.seams import (
     write_whole,
     written,
 )
-from composable.tensors.dtensors import dtensor_parameter, gradient_like
-from composable.torch_private import local_of
+from composable.tensors.dtensors import gradient_like
+from composable.torch_private import local_tensor
 
 _CALLER: Final = "local_steps"
 
@@ -74,7 +74,7 @@ def _nesterov(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    return local_tensor(tensor).detach()
 
 
 class _Message:
@@ -100,7 +100,7 @@ class _Message:
         self.backup = backup.cpu() if offload else backup
         views = self.cut(self.backup)
         self.backups = [
-            _placed_like(param.at_rest, view)
+            nn.Parameter(gradient_like(view, param.at_rest))
             for param, view in zip(params.values(), views, strict=True)
         ]
 
@@ -146,20 +146,6 @@ class _Message:
             torch._foreach_lerp_(locals_, new, 1.0 - keep)
         else:
             torch._foreach_copy_(locals_, new)
-
-
-def _placed_like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
-        return nn.Parameter(local)
-    stride = torch.empty(parameter.shape, device="meta").stride()
-    return dtensor_parameter(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        parameter.shape,
-        stride,
-        requires_grad=True,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,20 +35,21 @@ POINT_TO_POINT: Final = ("send", "receive")
 
 MakeStage = Annotated[
     Callable[[int], nn.Module],
-    Takes("a function that makes a stage by its number, e.g. lambda index: Part(index)"),
+    Takes("a function that makes a stage by its number (such as lambda index: Part(index))"),
 ]
 AnnotateStage = Annotated[
     Callable[[nn.Module, DeviceMesh], object],
     Takes(
-        "a function that takes the stage and the mesh, and passes the dimensions of the stage on,"
-        ' e.g. lambda part, mesh: fully_shard(part, mesh=mesh["dp"])',
+        "a function that takes the stage and the mesh, and passes the dimensions of the stage on"
+        ' (such as lambda part, mesh: fully_shard(part, mesh=mesh["dp"]))',
         takes_mesh,
     ),
 ]
 StageSizes = Annotated[
     Mapping[str, int],
     Takes(
-        'names of dimensions with their sizes, that of the stages first, as in {"pp": 4, "dp": 16}',
+        "names of dimensions with their sizes, that of the stages first"
+        ' (such as {"pp": 4, "dp": 16})',
         are_sizes,
     ),
 ]

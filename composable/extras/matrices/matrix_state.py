@@ -48,6 +48,17 @@ def set_state(optimizer: Optimizer, matrix: Matrix, state: State) -> None:
         optimizer.state[matrix.parameter][matrix.index] = state
 
 
+def _checked_read(name: str) -> Any:
+    """The method of dictionaries of that name, which looks at who calls it first."""
+    read = getattr(defaultdict, name)
+
+    def method(self: PartOfState, *args: Any) -> Any:
+        self.check(sys._getframe(1))
+        return read(self, *args)
+
+    return method
+
+
 class PartOfState(defaultdict[Any, Any]):
     """State of which this rank has a part: code of the optimizer reads it in steps only.
 
@@ -65,7 +76,7 @@ class PartOfState(defaultdict[Any, Any]):
         kind: Any = type(optimizer)
         self._codes = _codes_of(kind)
 
-    def _check(self, reader: FrameType) -> None:
+    def check(self, reader: FrameType) -> None:
         if reader.f_code in self._codes and self._has_parts():
             raise OptimizerError(
                 f"step_on_matrices: {self._name}.{reader.f_code.co_name} reads the optimizer's"
@@ -74,25 +85,9 @@ class PartOfState(defaultdict[Any, Any]):
                 " step_on_matrices"
             )
 
-    def __getitem__(self, key: Any) -> Any:
-        self._check(sys._getframe(1))
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._check(sys._getframe(1))
-        return super().get(key, default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        self._check(sys._getframe(1))
-        return super().setdefault(key, default)
-
-    def items(self) -> Any:
-        self._check(sys._getframe(1))
-        return super().items()
-
-    def values(self) -> Any:
-        self._check(sys._getframe(1))
-        return super().values()
+    __getitem__, get, setdefault, items, values = map(
+        _checked_read, ("__getitem__", "get", "setdefault", "items", "values")
+    )
 
 
 @cache

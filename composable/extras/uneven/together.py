@@ -21,7 +21,7 @@ Launches are observed where all are made (`comm/base.py`); nothing in the engine
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -582,27 +582,17 @@ def _made_in(launches: Sequence[_Launched]) -> list[_Made]:
 
 def _obstacle(unit: Unit, comm: Comm) -> str:
     """Why a step with this unit cannot be given up by one rank; empty if it can."""
-    params = unit.params
-    obstacles: list[tuple[Callable[[], object], str]] = [
-        (lambda: not all(p.is_whole for p in params), "tensor-parallel parameters"),
-        (
-            lambda: unit.mesh_info.all is not comm or not unit.on_one_mesh,
-            "parameters over other ranks than the rest of the model",
+    params, info = unit.params, unit.mesh_info
+    obstacles = {
+        "tensor-parallel parameters": not all(param.is_whole for param in params),
+        "parameters over other ranks than the rest of the model": (
+            info.all is not comm or not unit.on_one_mesh
         ),
-        (
-            lambda: unit.mesh_info is not unit.spec.mesh_info,
-            "replicas that train apart, by local_steps",
-        ),
-        (lambda: hooks_of(unit), "a communication hook"),
-        (lambda: unit.gradients.sparse, "sparse gradients"),
-        (
-            lambda: unit.mesh_info.post_forward,
-            "reshard_after_forward with a number of ranks",
-        ),
-        (
-            lambda: isinstance(unit.mesh_info.shard, SuppliedComm),
-            "messages in memory that somebody supplies",
-        ),
-        (lambda: stepped_in_backward([p.at_rest for p in params]), "an optimizer in backward"),
-    ]
-    return next((text for is_there, text in obstacles if is_there()), "")
+        "replicas that train apart, by local_steps": info is not unit.spec.mesh_info,
+        "a communication hook": hooks_of(unit),
+        "sparse gradients": unit.gradients.sparse,
+        "reshard_after_forward with a number of ranks": info.post_forward,
+        "messages in memory that somebody supplies": isinstance(info.shard, SuppliedComm),
+        "an optimizer in backward": stepped_in_backward([param.at_rest for param in params]),
+    }
+    return next((text for text, is_there in obstacles.items() if is_there), "")

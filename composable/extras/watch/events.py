@@ -64,12 +64,6 @@ class Listener(Protocol):
     def end_step(self) -> None:
         """A step ends."""
 
-    def evaluate_again(self, step: int) -> None:
-        """A closure is called once more in a step."""
-
-    def evaluated(self, step: int) -> None:
-        """It has been called."""
-
 
 # As they began, since they communicate in turn. Weak: brackets of a model have its watch.
 _OPEN: Final[list[ReferenceType[Listener]]] = []
@@ -273,13 +267,13 @@ def _watched(
     def evaluate() -> Any:
         again = [*steps.items()]
         for watch, step in again:
-            watch.evaluate_again(step)
+            watch.observer.evaluate_again(step)
         try:
             loss = closure()
             _end_step(optimizer, steps)
         finally:
             for watch, step in again:
-                watch.evaluated(step)
+                watch.observer.evaluated(step)
         return loss
 
     return evaluate

@@ -279,12 +279,16 @@ class RankObserver:
         self._end()
 
     def evaluate_again(self, step: int) -> None:
-        """What follows belongs to a step that has ended before."""
+        """An optimizer calls its closure once more: what follows belongs to a step that has ended.
+
+        Args:
+            step: the number of the step that the call before was in.
+        """
         self.step = step
         self._begin_step()
 
     def evaluated(self, step: int) -> None:
-        """It is over, too: without an exchange if no backward came."""
+        """It has called it: the step is over, too, without an exchange if no backward came."""
         if self.step == step:
             self.end_step()
 
