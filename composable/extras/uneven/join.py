@@ -44,6 +44,7 @@ from composable.contract.values import parameters_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.extras.uneven.broadcast import Broadcaster
 from composable.seams import (
+    Param,
     Root,
     StepEvent,
     Unit,
@@ -324,23 +325,16 @@ class _Scope(JoinHook):
 
     def _refuse_unstepped(self, root: Root) -> None:
         """Every rank steps its own shards: a rank without data needs to know the optimizer."""
-        stepped = self._stepped()
-        for unit in root.units:
-            for param in unit.params if unit.is_sharded else ():
-                at_rest = param.at_rest
-                if (
-                    at_rest.requires_grad
-                    and id(at_rest) not in stepped
-                    and stepped_in_backward([at_rest]) is None
-                ):
-                    problem = OptimizerError(
-                        f"join: parameter '{param.fqn}' of unit '{unit.name}' is trained by no"
-                        " optimizer that the scope knows. A rank without data goes on to hold its"
-                        " shard, and has to step it: join(model, optimizer), or joinable(model,"
-                        " optimizer)"
-                    )
-                    self._call("raise", problem)
-                    raise problem
+        for unit, param in self._not_stepped(unit for unit in root.units if unit.is_sharded):
+            if param.at_rest.requires_grad and stepped_in_backward([param.at_rest]) is None:
+                problem = OptimizerError(
+                    f"join: parameter '{param.fqn}' of unit '{unit.name}' is trained by no"
+                    " optimizer that the scope knows. A rank without data goes on to hold its"
+                    " shard, and has to step it: join(model, optimizer), or joinable(model,"
+                    " optimizer)"
+                )
+                self._call("raise", problem)
+                raise problem
 
     # --- what all ranks know ---------------------------------------------------------------------
 
@@ -348,9 +342,11 @@ class _Scope(JoinHook):
     def _parameters(self) -> list[nn.Parameter]:
         return [param.at_rest for unit in self._units for param in unit.params]
 
-    def _stepped(self) -> set[int]:
-        """The parameters that optimizers of the scope step, by id."""
-        return {id(p) for each in self._optimizers for p in parameters_of(each)}
+    def _not_stepped(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Param]]:
+        """The parameters that no optimizer of the scope steps."""
+        stepped = {id(p) for each in self._optimizers for p in parameters_of(each)}
+        for unit in units:
+            yield from ((unit, each) for each in unit.params if id(each.at_rest) not in stepped)
 
     def _trains(self) -> bytes:
         """Which parameters are not frozen."""
@@ -431,21 +427,22 @@ class _Scope(JoinHook):
                 _set_options(optimizer, options)
                 with torch.enable_grad():
                     optimizer.step()
-            case _:
-                known = self._parameters
-                self._communicate(what, [known[number] for number in args[0]], *args[1:])
-
-    def _communicate(self, what: str, parameters: list[Tensor], *args: Any) -> None:
-        match what:
             case "reduce":
-                self._driver.reduce(parameters)
+                self._driver.reduce(self._numbered(args[0]))
             case "clip":
+                numbers, *how, error_if_nonfinite = args
                 with suppress(NonFiniteError):
-                    clip_grad_norm_(parameters, *args[:-1], error_if_nonfinite=args[-1])
+                    clip_grad_norm_(
+                        self._numbered(numbers), *how, error_if_nonfinite=error_if_nonfinite
+                    )
             case "unscale":
-                scale, allow_fp16 = args
+                numbers, scale, allow_fp16 = args
                 inverse = torch.tensor(scale, dtype=torch.float32, device=self._comm.device)
-                unscale_gradients(parameters, inverse, allow_fp16)
+                unscale_gradients(self._numbered(numbers), inverse, allow_fp16)
+
+    def _numbered(self, numbers: Sequence[int]) -> list[Tensor]:
+        parameters = self._parameters
+        return [parameters[number] for number in numbers]
 
     def _follow(self, *, in_backward: bool) -> None:
         """Do what the source tells, until its forward or backward has ended."""
@@ -490,19 +487,16 @@ class _Scope(JoinHook):
         )
         trains, cleared, options, states = self._exchange(state)
         self._driver.take_buffers(self.source)
-        stepped = self._stepped()
+        replicated = [unit for unit in self._units if not unit.is_sharded]
         unknown = [
             param.at_rest
-            for unit in self._units
-            for param in unit.params
-            if not unit.is_sharded
-            and id(param.at_rest) not in stepped
-            and stepped_in_backward([param.at_rest]) is None
+            for _, param in self._not_stepped(replicated)
+            if stepped_in_backward([param.at_rest]) is None
         ]
         self._comm.broadcast(
             locals_of(unknown), Launch("broadcast of parameters after join"), self.source
         )
-        written([unit for unit in self._units if not unit.is_sharded])
+        written(replicated)
         if self.follows:
             self._freeze(trains)
             self._clear(*cleared)
