@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from composable.comm import Comm
 from composable.comm.launch import Launch
@@ -33,6 +34,20 @@ _LAUNCH: Final = Launch("exchange of the state of matrices")
 State = dict[str, Any]  # of a parameter
 # By parameter, the matrices that it is.
 Matrices = Mapping[Tensor, Sequence[Matrix]]
+
+
+def by_comm(matrices: Matrices) -> dict[Comm, list[Tensor]]:
+    """The parameters whose matrices the same ranks have."""
+    found: dict[Comm, list[Tensor]] = {}
+    for parameter, its_matrices in matrices.items():
+        found.setdefault(its_matrices[0].comm, []).append(parameter)
+    return found
+
+
+def groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
+    """By parameter, the number of its group."""
+    groups = enumerate(optimizer.param_groups)
+    return {parameter: number for number, group in groups for parameter in group["params"]}
 
 
 def state_of(optimizer: Optimizer, matrix: Matrix) -> State:
@@ -111,11 +126,8 @@ def _codes_of(kind: Any) -> frozenset[CodeType]:
 @torch.no_grad()
 def scatter_state(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, State]:
     """The state of parameters as an optimizer over DTensors keeps it. All ranks call it."""
-    by_comm: dict[Comm, list[Tensor]] = {}
-    for parameter, found in matrices.items():
-        by_comm.setdefault(found[0].comm, []).append(parameter)
     scattered: dict[Tensor, State] = {}
-    for comm, parameters in by_comm.items():
+    for comm, parameters in by_comm(matrices).items():
         mine = {
             (number, matrix.index): _outlined(state)
             for number, parameter in enumerate(parameters)
@@ -132,17 +144,13 @@ def scatter_state(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, Stat
     return scattered
 
 
-def _outlined(state: State) -> State:
+def _outlined(state: State) -> Any:
     """State without the values of tensors, but for those without dimensions."""
-    leaves, tree = tree_flatten(state)
-    found: State = tree_unflatten(map(_outline, leaves), tree)
-    return found
-
-
-def _outline(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_like(leaf, device="meta") if leaf.dim() else leaf.cpu()
+    return tree_map_only(
+        Tensor,
+        lambda each: torch.empty_like(each, device="meta") if each.dim() else each.cpu(),
+        state,
+    )
 
 
 def _scatter_one(
@@ -306,11 +314,8 @@ def with_tuples(value: Any, like: Any) -> Any:
     return tuple(found) if isinstance(like, tuple) else found
 
 
-def cloned(state: State) -> State:
-    leaves, tree = tree_flatten(state)
-    clones = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    found: State = tree_unflatten(clones, tree)
-    return found
+def cloned(state: State) -> Any:
+    return tree_map_only(Tensor, torch.clone, state)
 
 
 def as_loaded(
@@ -333,11 +338,7 @@ def as_loaded(
         and (state := found if matrix.index is None else found.get(matrix.index, {}))
     ]
     owned = [(matrix, with_tuples(state, state_of(optimizer, matrix))) for matrix, state in owned]
-    group_of = {
-        parameter: number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+    group_of = groups_of(optimizer)
     groups: list[State] = [{**group, "params": []} for group in optimizer.param_groups]
     saved: list[State] = [{**group, "params": []} for group in saved_groups]
     parameters: list[nn.Parameter] = []

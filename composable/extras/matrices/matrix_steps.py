@@ -46,8 +46,10 @@ from composable.extras.matrices.matrix_state import (
     PartOfState,
     State,
     as_loaded,
+    by_comm,
     cloned,
     collect,
+    groups_of,
     scatter_state,
     set_state,
     state_of,
@@ -141,33 +143,26 @@ class _MatrixStep:
         self._batches: list[list[Matrix]] = [[] for _ in range(BATCHES)]
         for matrix in matrices:
             self._batches[matrix.batch].append(matrix)
-        self._group_of = {
-            parameter: number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        self._travelling: dict[tuple[str, int], list[Exchange]] = {}
+        self._group_of = groups_of(optimizer)
+        self._travelling: dict[tuple[str, int], dict[Comm, Exchange]] = {}
         self._gradients: dict[Matrix, Tensor] = {}
 
-    def _exchanges(self, what: str, number: int) -> Callable[[Comm], Exchange]:
-        made: dict[Comm, Exchange] = {}
-        launch = Launch(f"{what} of matrices")
-
-        def exchange_over(comm: Comm) -> Exchange:
-            if comm not in made:
-                made[comm] = Exchange(comm, launch)
-                self._travelling.setdefault((what, number), []).append(made[comm])
-            return made[comm]
-
-        return exchange_over
+    def _exchange_over(self, comm: Comm, what: str, number: int) -> Exchange:
+        made = self._travelling.setdefault((what, number), {})
+        if comm not in made:
+            made[comm] = Exchange(comm, Launch(f"{what} of matrices"))
+        return made[comm]
 
     def _land(self, what: str, number: int) -> None:
-        for exchange in self._travelling.pop((what, number), ()):
+        for exchange in self._travelling.pop((what, number), {}).values():
             exchange.land()
+
+    def _launch(self, what: str, number: int) -> None:
+        for exchange in self._travelling.get((what, number), {}).values():
+            exchange.launch()
 
     def send(self, number: int) -> None:
         """Launch what brings gradients of a batch to the owners."""
-        exchange_over = self._exchanges("gradients", number)
         for matrix in self._batches[number]:
             parameter, gradient = matrix.parameter, local_tensor(matrix.parameter.grad)  # type: ignore[arg-type]
             local = local_tensor(parameter).detach()
@@ -175,13 +170,12 @@ class _MatrixStep:
                 self._prepare(matrix, local, gradient)
             if matrix.stays:
                 continue
-            exchange = exchange_over(matrix.comm)
+            exchange = self._exchange_over(matrix.comm, "gradients", number)
             exchange.to_owner(matrix, gradient, self._gradients.get(matrix))
             if parameter in self._stale:
                 copy = self._copies[matrix].detach() if matrix.is_mine else None
                 exchange.to_owner(matrix, local, copy)
-        for exchange in self._travelling.get(("gradients", number), ()):
-            exchange.launch()
+        self._launch("gradients", number)
 
     def _prepare(self, matrix: Matrix, local: Tensor, gradient: Tensor) -> None:
         if matrix.stays:
@@ -212,7 +206,6 @@ class _MatrixStep:
 
     def close(self, number: int, state: Any) -> None:
         """Take state back, and launch what brings new rows to all ranks."""
-        exchange_over = self._exchanges("rows", number)
         for matrix in self._batches[number]:
             kept = self._optimizer.state[matrix.parameter]  # on each rank, if only an empty one
             copy = None
@@ -225,11 +218,11 @@ class _MatrixStep:
             local = local_tensor(matrix.parameter).detach()
             whole = None if copy is None else copy.detach()
             if matrix.is_scattered:
-                exchange_over(matrix.comm).from_owner(matrix, whole, local)
+                exchange = self._exchange_over(matrix.comm, "rows", number)
+                exchange.from_owner(matrix, whole, local)
             elif whole is not None and whole.data_ptr() != matrix.of(local).data_ptr():
                 matrix.of(local).copy_(whole)
-        for exchange in self._travelling.get(("rows", number), ()):
-            exchange.launch()
+        self._launch("rows", number)
         self._land("rows", number - 1)
 
     def land(self) -> None:
@@ -336,9 +329,7 @@ class MatrixStepping(Stepping):
         self._copies = {matrix: copy for matrix, copy in self._copies.items() if matrix in alive}
         for parameter in moved:
             self._prints.pop(parameter, None)
-        self._by_comm = {}
-        for parameter, found in self._matrices.items():
-            self._by_comm.setdefault(found[0].comm, []).append(parameter)
+        self._by_comm = by_comm(self._matrices)
         self._digests = {
             comm: _digest(map(self._described, found)) for comm, found in self._by_comm.items()
         }
@@ -384,15 +375,11 @@ class MatrixStepping(Stepping):
     @override
     @untraced
     def _groups_for(self, stand_in: StandIn) -> tuple[list[State], Any]:
-        enabled = torch.is_grad_enabled()
-        with torch.no_grad():
-            return self._given_to(stand_in, enabled)
-
-    def _given_to(self, stand_in: StandIn, enabled: bool) -> tuple[list[State], Any]:
-        state = stand_in.state
+        enabled, state = torch.is_grad_enabled(), stand_in.state
         if self._step is None:
             try:
-                state = self._begin(stand_in, enabled)
+                with torch.no_grad():
+                    state = self._begin(stand_in, enabled)
             except BaseException:
                 self._give_up(stand_in.optimizer)
                 raise

@@ -157,11 +157,9 @@ class Agreement:
 
     @torch.no_grad()
     def _note(self, comm: Comm, rows: Iterable[tuple[Key, Tensor]]) -> None:
-        keys, tensors = [], []
-        for key, tensor in rows:
-            keys.append(key)
-            tensors.append(tensor)
-        self._noted.append((comm, keys, list(digests_of(tensors))))
+        pairs = [*rows]
+        found = digests_of([tensor for _, tensor in pairs])
+        self._noted.append((comm, [key for key, _ in pairs], list(found)))
 
     # --- the comparison --------------------------------------------------------------------------
 

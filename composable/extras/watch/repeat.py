@@ -25,7 +25,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -313,12 +312,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
 def _made(output: Any, written: Iterable[int]) -> list[Tensor]:
     """Results, without what was written to: these ids."""
     ids = {*written}
-    items = output if isinstance(output, (tuple, list)) else [output]
-    tensors = chain.from_iterable(
-        each if isinstance(each, (tuple, list)) else [each] for each in items
-    )
-    there = [each for each in tensors if isinstance(each, Tensor)]
-    return [each for each in there if id(each) not in ids]
+    return [each for each in tensors_in(output) if id(each) not in ids]
 
 
 def _with(value: Any, copies: dict[int, Tensor]) -> Any:

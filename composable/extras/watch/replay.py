@@ -200,12 +200,14 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     torch.autograd.backward([each for each, _ in ends], [gradient for _, gradient in ends])
     gradients = [each.grad for each in parameters]
     row["backward"] = _first_bad("gradient of output", [gradient for _, gradient in ends])
-    for each, gradient in zip(file["parameters"], gradients, strict=True):
-        if row["backward"] == _SOUND and gradient is not None and not is_finite(gradient):
-            row["backward"] = _not_finite(f"gradient of {each['fqn']}")
-    for tensor in tensors_in((args, kwargs)):
-        if row["backward"] == _SOUND and tensor.grad is not None and not is_finite(tensor.grad):
-            row["backward"] = _not_finite("gradient of an input")
+    made = [
+        (each["fqn"], gradient)
+        for each, gradient in zip(file["parameters"], gradients, strict=True)
+    ]
+    made += [("an input", tensor.grad) for tensor in tensors_in((args, kwargs))]
+    bad = [name for name, each in made if each is not None and not is_finite(each)]
+    if row["backward"] == _SOUND and bad:
+        row["backward"] = _not_finite(f"gradient of {bad[0]}")
     return gradients if apart else [None] * len(parameters)
 
 
