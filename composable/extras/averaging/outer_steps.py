@@ -69,8 +69,7 @@ from composable.torch_private import local_tensor
 _CALLER: Final = "local_steps"
 
 
-def _nesterov(parameters: list[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+_NESTEROV: Final = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -562,7 +561,7 @@ def local_steps(
         _Message(unit, params, comms[unit], offload=offload)
         for (unit, *_), params in trained.items()
     ]
-    stepper = (outer or _nesterov)([backup for message in messages for backup in message.backups])
+    stepper = (outer or _NESTEROV)([backup for message in messages for backup in message.backups])
     return LocalSteps(
         module, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos
     )

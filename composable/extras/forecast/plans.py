@@ -285,20 +285,15 @@ class Plan:
         return "\n".join([*imports, "", *lines])
 
     def __str__(self) -> str:
-        parts = [self.verb]
-        if self.tp > 1:
-            parts.append(f"tensor parallel over {self.tp}{' by experts' if self.experts else ''}")
-        if self.shards is not None:
-            parts.append(f"in groups of {self.shards}")
-        if self.keep:
-            parts.append("kept after forward")
-        if self.recomputed:
-            parts.append(f"{self.recomputed} blocks recomputed")
-        if self.offloaded:
-            parts.append(f"{self.offloaded} offloaded")
-        if self.half:
-            parts.append("bf16")
-        return ", ".join(parts)
+        parts = {
+            f"tensor parallel over {self.tp}{' by experts' if self.experts else ''}": self.tp > 1,
+            f"in groups of {self.shards}": self.shards is not None,
+            "kept after forward": self.keep,
+            f"{self.recomputed} blocks recomputed": self.recomputed,
+            f"{self.offloaded} offloaded": self.offloaded,
+            "bf16": self.half,
+        }
+        return ", ".join([self.verb, *(text for text, is_so in parts.items() if is_so)])
 
 
 def _index(names: Sequence[str]) -> str:

@@ -172,15 +172,9 @@ class Pipeline:
 
     def to_dict(self) -> dict[str, Any]:
         """For `json`; the stages as `Forecast.to_dict` has them."""
-        return {
-            "schedule": self.schedule,
-            "micro_batches": self.micro_batches,
-            "seconds": self.seconds,
-            "bubble": self.bubble,
-            "largest": self.largest,
-            "fits": self.fits,
-            "stages": [stage.to_dict() for stage in self.stages],
-        }
+        kept = ("schedule", "micro_batches", "seconds", "bubble", "largest", "fits")
+        values = {name: getattr(self, name) for name in kept}
+        return {**values, "stages": [stage.to_dict() for stage in self.stages]}
 
 
 @checked
@@ -261,7 +255,11 @@ def forecast_stages(
             inputs = _described(tuple(t.chunk(micro_batches)[0] for t in batch)) or received
             machine.at(phase="forward")
             received = _described(_outputs_of(model, index, inputs))
-            stage = _Stage(machine, model, index, count, inputs, received, groups.pop())
+            stage = _Stage(
+                model, index, count, torch.device("cpu"),
+                input_args=inputs, output_args=received, group=groups.pop(),
+            )  # fmt: skip
+            stage.tell(machine)
             if index < count - 1:
                 target = None
             elif make_target is None:
@@ -286,20 +284,8 @@ class _Stage(PipelineStage):
         seconds: of the last step's forwards and backwards, with waiting for their messages.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        module: nn.Module,
-        index: int,
-        count: int,
-        inputs: tuple[Tensor, ...],
-        outputs: tuple[Tensor, ...],
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(
-            module, index, count, torch.device("cpu"), input_args=inputs, output_args=outputs,
-            group=group,
-        )  # fmt: skip
+    def tell(self, machine: Machine) -> None:
+        """Tell `machine` from now on."""
         self._machine = machine
         self.begin_step()
 

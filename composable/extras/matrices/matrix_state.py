@@ -28,6 +28,7 @@ from composable.comm.launch import Launch
 from composable.errors import OptimizerError
 from composable.extras.matrices.matrices import Exchange, Matrix, MatrixLayout, MatrixLayouts
 from composable.seams import LocalStep
+from composable.tensors.dtensors import wrap
 from composable.torch_private import local_tensor, tree_flatten, tree_unflatten
 
 _LAUNCH: Final = Launch("exchange of the state of matrices")
@@ -214,14 +215,7 @@ def _around(local: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     if shape != tuple(parameter.shape):
         placements = [Shard(0) if each.is_shard() else Replicate() for each in placements]
     whole = torch.empty(shape, device="meta")
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
+    return wrap(local, parameter.device_mesh, placements, whole.shape, whole.stride())
 
 
 def _stacked(column: Sequence[Any]) -> Any:

@@ -200,10 +200,7 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     torch.autograd.backward([each for each, _ in ends], [gradient for _, gradient in ends])
     gradients = [each.grad for each in parameters]
     row["backward"] = _first_bad("gradient of output", [gradient for _, gradient in ends])
-    made = [
-        (each["fqn"], gradient)
-        for each, gradient in zip(file["parameters"], gradients, strict=True)
-    ]
+    made = [*zip([each["fqn"] for each in file["parameters"]], gradients, strict=True)]
     made += [("an input", tensor.grad) for tensor in tensors_in((args, kwargs))]
     bad = [name for name, each in made if each is not None and not is_finite(each)]
     if row["backward"] == _SOUND and bad:
@@ -223,10 +220,8 @@ def _reduction(file: File, made: dict[int, list[Tensor | None]]) -> str:
             continue
         mean = torch.stack([term.double() for term in terms if term is not None]).mean(0)
         if each["cut"] is not None and not each["whole"]:
-            size = mean.shape[each["cut"]]
-            chunk = -(-size // file["shards"])
-            start = min(file["shard"] * chunk, size)
-            mean = mean.narrow(each["cut"], start, min(chunk, size - start))
+            chunks = mean.chunk(file["shards"], each["cut"])
+            mean = chunks[file["shard"]] if file["shard"] < len(chunks) else mean[:0]
         if mean.numel():
             pairs.append((each["fqn"], mean, each["gradient"].double()))
     if not pairs:
