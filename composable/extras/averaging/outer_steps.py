@@ -132,9 +132,14 @@ class _Message:
             # its memory is given back to another stream than the one that reduces
             self.flight[1].wait()
 
+    def differences(self) -> list[Tensor]:
+        """The mean differences, placed like the parameters; zeros if none are in flight."""
+        flat = torch.zeros_like(self.backup) if self.flight is None else self.land()
+        return list(map(gradient_like, self.cut(flat), self.backups))
+
     def show_gradients(self) -> None:
-        for backup, view in zip(self.backups, self.cut(self.land()), strict=True):
-            backup.grad = gradient_like(view, backup)
+        for backup, difference in zip(self.backups, self.differences(), strict=True):
+            backup.grad = difference
 
     def write(self, keep: float) -> None:
         """Let the parameters be the backups, up to the part `keep` of themselves."""
@@ -333,15 +338,11 @@ class LocalSteps:
             ],
         }
         if self._rounds.delay:
-            state["sent"] = {}
-            for message in self._messages:
-                flat = (
-                    torch.zeros_like(message.backup) if message.flight is None else message.land()
-                )
-                for fqn, backup, view in zip(
-                    message.params, message.backups, message.cut(flat), strict=True
-                ):
-                    state["sent"][fqn] = gradient_like(view, backup)
+            state["sent"] = {
+                fqn: difference
+                for message in self._messages
+                for fqn, difference in zip(message.params, message.differences(), strict=True)
+            }
         return state
 
     def _outer_state(self) -> dict[str, dict[str, Any]]:

@@ -246,6 +246,10 @@ def forecast_stages(
         groups.append(whole.get_group(dimension))
         return annotate(stage, whole)
 
+    loss_fn, target_of = loss or _sum, make_target
+    if target_of is None:  # the schedule passes one to the loss
+        loss_fn = partial(_without_target, loss_fn)
+        target_of = partial(torch.zeros, micro_batches)
     for index in range(count):
         said = progress and partial(_say, progress, index)
         machine = machine_of(on_device, said, steps)
@@ -260,13 +264,7 @@ def forecast_stages(
                 input_args=inputs, output_args=received, group=groups.pop(),
             )  # fmt: skip
             stage.tell(machine)
-            if index < count - 1:
-                target = None
-            elif make_target is None:
-                target = torch.zeros(micro_batches)
-            else:
-                target = make_target()
-            loss_fn = (loss or _sum) if make_target else partial(_without_target, loss or _sum)
+            target = target_of() if index == count - 1 else None
             made = kind(stage, micro_batches, loss_fn)
             run = partial(_step, stage, made, target)
             stages.append(train(machine, model, mesh, batch, optimizer, run, steps))

@@ -100,11 +100,10 @@ class MatrixLayouts:
         if mesh is not None and mesh.get_coordinate() is None:
             mesh = None
         cut = [_cut_by(placement, parameter) for placement in placements]
-        cut += [None] * (0 if mesh is None else mesh.ndim - len(cut))
+        sizes = () if mesh is None else mesh.shape
+        cut += [None] * (len(sizes) - len(cut))
         dims = [
-            dim
-            for dim in range(0 if mesh is None else mesh.ndim)
-            if mesh is not None and mesh.size(dim) > 1 and not (apart and cut[dim] is None)
+            dim for dim, size in enumerate(sizes) if size > 1 and not (apart and cut[dim] is None)
         ]
         key = mesh, tuple(dims)
         if key not in self._ranks:

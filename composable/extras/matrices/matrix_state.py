@@ -325,13 +325,12 @@ def as_loaded(
         loaded: what this rank owns of parameters; changed in place.
     """
     owned = [
-        (matrix, state)
+        (matrix, with_tuples(state, state_of(optimizer, matrix)))
         for parameter, found in loaded.items()
         for matrix in matrices[parameter]
         if matrix.is_mine
         and (state := found if matrix.index is None else found.get(matrix.index, {}))
     ]
-    owned = [(matrix, with_tuples(state, state_of(optimizer, matrix))) for matrix, state in owned]
     group_of = groups_of(optimizer)
     groups: list[State] = [{**group, "params": []} for group in optimizer.param_groups]
     saved: list[State] = [{**group, "params": []} for group in saved_groups]

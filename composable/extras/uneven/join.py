@@ -3,7 +3,7 @@
 `Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one
 number, and a rank without data adds 0. The model has many, so behind such a sum the rank with data
 that comes first, the source, says what it does: which units it enters and leaves
-(`broadcast.py`), and which functions and optimizers it calls. The others do the same without
+(`_Broadcaster`), and which functions and optimizers it calls. The others do the same without
 computing (`engine/step/driver.py`). They are notified each time, and follow no
 record of an earlier step: so a rank may have no data at all, and steps may differ. While all ranks
 have data, nothing but the sums is sent.
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
 
 from composable import clip_grad_norm_
 from composable.checked import checked
@@ -42,8 +43,9 @@ from composable.comm import is_distributed, notification_sum, ranks_of
 from composable.comm.launch import Launch
 from composable.contract.values import parameters_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
-from composable.extras.uneven.broadcast import Broadcaster
 from composable.seams import (
+    Call,
+    Observer,
     Param,
     Root,
     StepEvent,
@@ -159,7 +161,7 @@ class _Scope(JoinHook):
         self._undo.callback(
             register_optimizer_step_pre_hook(lambda *args: open_scope().step(*args)).remove
         )
-        self._undo.callback(observe(Broadcaster()))
+        self._undo.callback(observe(_Broadcaster()))
         for member in members:
             for model in member.models:
                 self._undo.callback(_observe_zero_grad(model, model.parameters))
@@ -504,6 +506,57 @@ class _Scope(JoinHook):
                 _set_options(optimizer, option)
             for each, its_state in zip(self._carried, states, strict=True):
                 each.load_state_dict(its_state)
+
+
+class _Broadcaster(Observer):
+    """Tells the scope that is open which visits of units a rank with data makes.
+
+    A rank without data is driven by what it receives (`engine/step/driver.py`).
+    """
+
+    @override
+    def pre_forward(self, root: Root, call: Call) -> None:
+        if call.root is root and not root.running:
+            open_scope().begin(root)
+        open_scope().tell(
+            StepEvent.PRE_FORWARD, call.unit, call.unit.modules.index(call.module), now=True
+        )
+
+    @override
+    def post_forward(self, root: Root, call: Call, keep: bool) -> None:
+        if call.waits:
+            open_scope().tell(StepEvent.OUTPUT, call.unit)
+        outermost = call.root is root and len(root.running) == 1
+        open_scope().tell(StepEvent.POST_FORWARD, call.unit, keep, now=outermost)
+
+    @override
+    def opens_backward(self, root: Root) -> None:
+        open_scope().open(root)
+
+    @override
+    def pre_backward(self, root: Root, call: Call) -> None:
+        unit = call.unit
+        if call.waits or not unit.is_in_backward or not unit.is_unsharded:
+            open_scope().tell(StepEvent.PRE_BACKWARD, unit, call.waits, now=True)
+
+    @override
+    def gradient_came(self, unit: Unit) -> None:
+        open_scope().tell(StepEvent.GRADIENT, unit)
+
+    @override
+    def ends_backward(self, root: Root) -> None:
+        # If several roots end with one outer backward, ranks without data follow the first
+        # root's END.
+        open_scope().tell(StepEvent.END, root.units[0], root.ends_inside, now=True)
+
+    @override
+    def lands_backward(self, root: Root) -> None:
+        open_scope().tell(StepEvent.LANDED, root.units[0], now=True)
+        # ranks without data follow only the LANDED that comes before the last END
+
+    @override
+    def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        open_scope().call(what, parameters, *args)
 
 
 def _foreign(root: Root, unknown: Sequence[Unit]) -> Exception:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_stack
 from typing import Any, Final
@@ -126,20 +125,6 @@ def set_generator(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
-
-
-@contextmanager
-def as_called(
-    device: torch.device, generator: Tensor, autocast: torch.dtype | None
-) -> Iterator[None]:
-    """The generator and autocast as a call had them."""
-    state = generator_state(device)
-    set_generator(device, generator)
-    try:
-        with torch.enable_grad(), torch.autocast(device.type, autocast, autocast is not None):
-            yield
-    finally:
-        set_generator(device, state)
 
 
 def is_forward() -> bool:

@@ -30,8 +30,7 @@ from composable.compilation import untraced
 from composable.contract.hooks import detach, dispatcher_of
 from composable.contract.tree import annotation_of
 from composable.contract.values import parameters_of
-from composable.extras.watch.messages import message_of
-from composable.extras.watch.rank_observer import RankObserver
+from composable.extras.watch.rank_observer import RankObserver, message_of
 from composable.seams import (
     Call,
     Observer,

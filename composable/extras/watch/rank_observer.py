@@ -7,7 +7,7 @@ reduced. Nothing here waits for another rank; `watch.py` exchanges what was seen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from composable.comm.base import Columns
+from composable.comm.launch import Launch, LaunchKind
 from composable.compilation import backward_will_be_compiled, untraced
 from composable.contract.values import tensors_in
 from composable.errors import unit_name
@@ -28,9 +30,8 @@ from composable.extras.watch.calls import (
     version_of,
 )
 from composable.extras.watch.checks import GRADIENT, INPUT, OUTPUT, PARAMETER, Checks, First
-from composable.extras.watch.messages import Message
 from composable.extras.watch.repeat import Repeat, candidates_in
-from composable.seams import Root, Unit
+from composable.seams import Param, ReducePlan, Root, Unit, label_of
 from composable.torch_private import is_transformed
 
 # Parameters are what they are before the first forward, whose inputs are seen at the same clock.
@@ -64,6 +65,20 @@ def _place_of(unit: Unit, names: Mapping[Unit, str]) -> UnitPlace:
     ]
     around = max(outer, key=len, default=own)
     return UnitPlace(unit_name(own), unit_name(around), len(outer))
+
+
+class Message(NamedTuple):
+    """A message of gradients.
+
+    Attributes:
+        tensors: what is sent.
+        gradients: parts of these, with the names of their parameters.
+        params: the parameters at rest.
+    """
+
+    tensors: Sequence[Tensor]
+    gradients: list[tuple[str, Tensor]]
+    params: Sequence[Tensor]
 
 
 class RankObserver:
@@ -320,3 +335,33 @@ def _named(kind: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, T
         tensors = tensors_in(value)
         for index, tensor in enumerate(tensors):
             yield f"{kind} {key}" + (f".{index}" if len(tensors) > 1 else ""), tensor
+
+
+def message_of(launch: Launch, tensors: Columns) -> Message | None:
+    """The gradients that are about to be reduced.
+
+    Args:
+        launch: of any kind.
+        tensors: outputs and inputs, or what is reduced in place.
+
+    Returns:
+        None for other launches. These are no gradients, or sums of the first stage, or they are
+        what a communication hook sends, or copies in memory that somebody supplies.
+    """
+    sent = tensors[-1] if tensors else ()
+    if launch.kind is LaunchKind.GATHER_SPARSE:
+        param: Param = launch.sender
+        return Message(sent, [(param.fqn, each) for each in sent], [param.at_rest])
+    if launch.kind is not LaunchKind.REDUCE:
+        return None
+    plan: ReducePlan = launch.sender
+    parts = plan.gradients_in(sent)
+    if not parts:
+        return None
+    named = [(_name_of(plan.at_rest[index]), each) for index, each in parts.items()]
+    return Message(sent, named, [plan.at_rest[index] for index in parts])
+
+
+def _name_of(parameter: Tensor) -> str:
+    label = label_of(parameter)
+    return "" if label is None else label.fqn

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from composable.contract.values import tensors_in
 from composable.errors import ReplayError, first_line
-from composable.extras.watch.calls import are_apart, as_called, by_index, digests_of
+from composable.extras.watch.calls import are_apart, by_index, digests_of
 from composable.extras.watch.checks import is_finite, range_of
 from composable.extras.watch.incident import FORMAT
 from composable.extras.watch.script import Script
@@ -179,9 +179,11 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     for fqn, name, key in file["places"]:
         setattr(module.get_submodule(fqn), name, named[key])
     row["inputs"] = _first_bad("input", tensors_in((args, kwargs)))
-    generator = file["generator"] if file["device"] == "cpu" else torch.get_rng_state()
+    dtype = file["autocast"]
     try:
-        with as_called(torch.device("cpu"), generator, file["autocast"]):
+        with torch.random.fork_rng([]), torch.autocast("cpu", dtype, dtype is not None):
+            if file["device"] == "cpu":
+                torch.set_rng_state(file["generator"])
             output = module(*args, **kwargs)
     except Exception as error:  # code of the model, in a process without a group
         row["forward"] = f"raised {type(error).__name__}: {first_line(error)}"
