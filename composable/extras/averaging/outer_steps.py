@@ -45,12 +45,7 @@ from composable.errors import (
     PhaseError,
     few,
 )
-from composable.extras.averaging.averaging import (
-    REPLICAS,
-    Over,
-    average_parameters,
-    comm_over,
-)
+from composable.extras.averaging.averaging import REPLICAS, Over, average_parameters, comm_over
 from composable.seams import (
     Param,
     Stepping,

@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from composable.errors import ComposableError, ForecastError, few, first_line
 from composable.extras.forecast.devices import DEVICES
 from composable.extras.forecast.forecast import forecast
-from composable.extras.forecast.plans import (
-    MOST,
-    Plan,
-    compare,
-    device_with,
-    repeated,
-    suggest,
-)
+from composable.extras.forecast.plans import MOST, Plan, compare, device_with, repeated, suggest
 
 UNITS: Final = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 DTYPES: Final = ("bfloat16", "float16", "float32", "float64")

@@ -17,13 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from composable import (
-    apply_tp_plan,
-    checkpoint,
-    fully_shard,
-    offload_activations,
-    replicate,
-)
+from composable import apply_tp_plan, checkpoint, fully_shard, offload_activations, replicate
 from composable.checked import PositiveInt, Takes, checked
 from composable.config import MixedPrecisionPolicy
 from composable.errors import ForecastError, first_line

@@ -57,19 +57,8 @@ from composable.extras.matrices.matrix_state import (
     without_tuples,
 )
 from composable.memory.digests import digests_as_ints
-from composable.seams import (
-    LocalStep,
-    StandIn,
-    Stepping,
-    is_part_of_backward,
-    label_of,
-    unit_of,
-)
-from composable.torch_private import (
-    called_by_checkpoints,
-    local_tensor,
-    placed_alike,
-)
+from composable.seams import LocalStep, StandIn, Stepping, is_part_of_backward, label_of, unit_of
+from composable.torch_private import called_by_checkpoints, local_tensor, placed_alike
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Which = Callable[[Tensor], bool] | Iterable[str | Tensor] | None
