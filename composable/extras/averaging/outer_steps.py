@@ -59,7 +59,7 @@ from composable.seams import (
     written,
 )
 from composable.tensors.dtensors import gradient_like
-from composable.torch_private import local_tensor
+from composable.torch_private import local_tensor, parameter_around
 
 _CALLER: Final = "local_steps"
 
@@ -94,7 +94,7 @@ class _Message:
         self.backup = backup.cpu() if offload else backup
         views = self.cut(self.backup)
         self.backups = [
-            nn.Parameter(gradient_like(view, param.at_rest))
+            _placed_like(param.at_rest, view)
             for param, view in zip(params.values(), views, strict=True)
         ]
 
@@ -145,6 +145,13 @@ class _Message:
             torch._foreach_lerp_(locals_, new, 1.0 - keep)
         else:
             torch._foreach_copy_(locals_, new)
+
+
+def _placed_like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
+    made = gradient_like(local, parameter)
+    if not isinstance(made, DTensor):
+        return nn.Parameter(made)
+    return parameter_around(made, requires_grad=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,13 +208,12 @@ def _check_picture(path: Path) -> None:
 
 
 def _plans(blocks: tuple[type[nn.Module], ...]) -> dict[str, Callable[..., object]]:
-    plans = {
-        "replicate": Plan("replicate", blocks),
-        "fully_shard, kept": Plan("fully_shard", blocks, keep=True),
-        "fully_shard": Plan("fully_shard", blocks),
-        "fully_shard, all recomputed": Plan("fully_shard", blocks, recomputed=1 << 20),
+    return {
+        "replicate": Plan("replicate", blocks).annotate,
+        "fully_shard, kept": Plan("fully_shard", blocks, keep=True).annotate,
+        "fully_shard": Plan("fully_shard", blocks).annotate,
+        "fully_shard, all recomputed": Plan("fully_shard", blocks, recomputed=1 << 20).annotate,
     }
-    return {name: plan.annotate for name, plan in plans.items()}
 
 
 def _batch_of(options: Any, dtype: torch.dtype) -> dict[str, Tensor]:

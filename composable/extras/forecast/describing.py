@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import Any, Final
@@ -99,11 +100,7 @@ def _plan_of(make: Callable[[], nn.Module], policy: str | None) -> Callable[...,
 def _show(found: object) -> None:
     """Print a table, in a terminal as one of rich where it is installed; or text as it is."""
     if sys.stdout.isatty() and not isinstance(found, str):
-        try:
-            console = import_module("rich.console").Console()
-        except ModuleNotFoundError:
-            pass
-        else:
-            console.print(found)
+        with suppress(ModuleNotFoundError):
+            import_module("rich.console").Console().print(found)
             return
     print(found)

@@ -139,7 +139,7 @@ def forecast(
     tensors), with the library's own streams and messages.
     """
     sizes = _sizes_of(mesh, ranks)
-    machine = machine_of(device_of(device), progress, steps)
+    machine = Machine(device_of(device), progress and paced(progress, steps))
 
     def run(model: nn.Module, batch: Any) -> Tensor:
         value = (loss or _loss)(model, batch)
@@ -149,11 +149,6 @@ def forecast(
 
     with running(machine, make_model, annotate, sizes) as model:
         return train(machine, model, sizes, make_batch(), optimizer, run, steps)
-
-
-def machine_of(device: Device, progress: Callable[[str], object] | None, steps: int) -> Machine:
-    """A machine that tells `progress` what runs."""
-    return Machine(device, None if progress is None else _paced(progress, steps))
 
 
 @contextmanager
@@ -229,7 +224,7 @@ def _sizes_of(mesh: Mapping[str, int] | None, ranks: int) -> dict[str, int]:
     return sizes
 
 
-def _paced(progress: Callable[[str], object], steps: int) -> Callable[[Machine], None]:
+def paced(progress: Callable[[str], object], steps: int) -> Callable[[Machine], None]:
     """What the machine calls at every operation: tells `progress` now and then where it is."""
     last = perf_counter()
 

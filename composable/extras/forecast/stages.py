@@ -22,7 +22,7 @@ from composable.extras.forecast.devices import Device, amount, device_of, millis
 from composable.extras.forecast.forecast import (
     MakeOptimizer,
     are_sizes,
-    machine_of,
+    paced,
     running,
     takes_mesh,
     train,
@@ -252,7 +252,7 @@ def forecast_stages(
         target_of = partial(torch.zeros, micro_batches)
     for index in range(count):
         said = progress and partial(_say, progress, index)
-        machine = machine_of(on_device, said, steps)
+        machine = Machine(on_device, said and paced(said, steps))
         rank = index * (prod(mesh.values()) // count)
         with running(machine, partial(make_stage, index), annotated, mesh, rank) as model:
             batch = () if index else _batch_of(make_batch, micro_batches)

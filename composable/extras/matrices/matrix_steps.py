@@ -99,6 +99,10 @@ class _Closure:
     def end(self) -> None:
         self._is_open = False
 
+    def replay(self) -> Any:
+        """For another batch of the step in which it was called."""
+        return self.loss
+
     def __call__(self) -> Any:
         if not self._is_open:
             raise OptimizerError(
@@ -427,10 +431,9 @@ class MatrixStepping(Stepping):
         stand_in = self.stand_in_of(optimizer, _Given(groups), state)
         stand_in.__dict__ = _apart(self._attributes)
         (_, *args), kwargs = self._arguments
-        closure = self._closure
-        if closure is not None:
-            args = [_replayed(closure) if each is closure else each for each in args]
-            kwargs = {k: _replayed(closure) if v is closure else v for k, v in kwargs.items()}
+        if (closure := self._closure) is not None and closure.was_called:
+            args = [closure.replay if each is closure else each for each in args]
+            kwargs = {k: closure.replay if v is closure else v for k, v in kwargs.items()}
         step: Any = type(optimizer).step
         getattr(step, "__wrapped__", step)(stand_in, *args, **kwargs)  # without its hooks
         return stand_in.state
@@ -691,11 +694,6 @@ def _keeping(optimizer: Optimizer, name: str | None) -> str:
         " those are not. Keep what belongs to a parameter in state; if it wraps an optimizer, call"
         " step_on_matrices for that one, and leave it out for this one"
     )
-
-
-def _replayed(closure: _Closure) -> Callable[[], Any]:
-    """A closure that was called already, or one that refuses to be."""
-    return (lambda: closure.loss) if closure.was_called else closure
 
 
 def _digest(texts: Iterable[str]) -> int:

@@ -163,11 +163,9 @@ class _Scope(JoinHook):
         )
         self._undo.callback(observe(_Broadcaster()))
         for member in members:
-            for model in member.models:
-                self._undo.callback(_observe_zero_grad(model, model.parameters))
-            for optimizer in member.optimizers:
-                parameters = partial(parameters_of, optimizer)
-                self._undo.callback(_observe_zero_grad(optimizer, parameters))
+            owners: list[nn.Module | Optimizer] = [*member.models, *member.optimizers]
+            for owner in owners:
+                self._undo.callback(_observe_zero_grad(owner))
 
     def __del__(self) -> None:
         self.close()
@@ -630,9 +628,7 @@ def _tells_scope(notify: Callable[[Joinable], Any]) -> Callable[[Joinable], Any]
     return notified
 
 
-def _observe_zero_grad(
-    owner: nn.Module | Optimizer, parameters: Callable[[], Iterable[Tensor]]
-) -> Callable[[], None]:
+def _observe_zero_grad(owner: nn.Module | Optimizer) -> Callable[[], None]:
     """Tell the scope of `zero_grad(set_to_none=False)`; returns what ends it.
 
     After other calls the gradients are None, which can be seen afterwards.
@@ -640,7 +636,9 @@ def _observe_zero_grad(
 
     def note(set_to_none: bool) -> None:
         if not set_to_none:
-            open_scope().note_zeroed(parameters())
+            open_scope().note_zeroed(
+                owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner)
+            )
 
     return on_zero_grad(owner, note)
 
