@@ -321,18 +321,20 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
         raise ValueError(
             f"forecast: what makes the model returned no module: {type(found).__name__}"
         )
-    made: dict[int, Any] = {}  # what is tied stays tied, unlike by `Module.to`
+    made: dict[int, Tensor] = {}  # what is tied stays tied, unlike by `Module.to`
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:
-                on_meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-                module.register_parameter(name, made.setdefault(id(parameter), on_meta))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                on_meta = made.setdefault(id(buffer), buffer.to("meta"))
-                saved = name not in module._non_persistent_buffers_set
-                module.register_buffer(name, on_meta, persistent=saved)
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None and not tensor.is_meta:
+                    table[name] = made.setdefault(id(tensor), _on_meta(tensor))
     return model
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    moved = tensor.to("meta")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
 
 @contextmanager

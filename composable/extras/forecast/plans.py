@@ -242,8 +242,8 @@ class Plan:
                 f'mesh = init_device_mesh("{device_type}", {tuple(sizes.values())},'
                 " mesh_dim_names=names)",
             ]
-            of_verb = [name for name in sizes if name != "tp"]
-            options = f", mesh=mesh{_index(of_verb)}" if self.tp > 1 else ", mesh=mesh"
+            of_verb = str([name for name in sizes if name != "tp"]).replace("'", '"')
+            options = f", mesh=mesh{of_verb}" if self.tp > 1 else ", mesh=mesh"
         if self.tp > 1 and self.tp_plan is None:
             uses.append("apply_tp_plan")
             whole = ", experts=True" if self.experts else ""
@@ -288,11 +288,6 @@ class Plan:
             "bf16": self.half,
         }
         return ", ".join([self.verb, *(text for text, is_so in parts.items() if is_so)])
-
-
-def _index(names: Sequence[str]) -> str:
-    """How dimensions of a mesh are written."""
-    return str(list(names)).replace("'", '"')
 
 
 def _import_of(block: type[nn.Module]) -> str:

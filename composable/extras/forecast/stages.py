@@ -266,7 +266,7 @@ def forecast_stages(
             stage.tell(machine)
             target = target_of() if index == count - 1 else None
             made = kind(stage, micro_batches, loss_fn)
-            run = partial(_step, stage, made, target)
+            run = partial(stage.run_step, made, target)
             stages.append(train(machine, model, mesh, batch, optimizer, run, steps))
             passes.append((stage.seconds["forward"], stage.seconds["backward"]))
     forwards, backwards = (
@@ -291,6 +291,12 @@ class _Stage(PipelineStage):
         self._ended = self._machine.now
         self.seconds = {"forward": 0.0, "backward": 0.0}
 
+    def run_step(
+        self, schedule: PipelineScheduleSingle, target: Tensor | None, _: nn.Module, batch: Any
+    ) -> None:
+        self.begin_step()
+        schedule.step(*batch, target=target)
+
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self._machine.at(phase="forward")
         output = super().forward_one_chunk(*args, **kwargs)
@@ -311,17 +317,6 @@ class _Stage(PipelineStage):
 
 def _say(progress: Callable[[str], object], index: int, text: str) -> None:
     progress(f"stage {index}, {text}")
-
-
-def _step(
-    stage: _Stage,
-    schedule: PipelineScheduleSingle,
-    target: Tensor | None,
-    _: nn.Module,
-    batch: tuple[Tensor, ...],
-) -> None:
-    stage.begin_step()
-    schedule.step(*batch, target=target)
 
 
 def _schedule_of(given: object) -> tuple[str, type[PipelineScheduleSingle]]:

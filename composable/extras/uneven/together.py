@@ -256,7 +256,6 @@ class together:
         self._model, self._give_up_after = unwrapped(module), give_up_after
         self._units = units_in(module, caller="together")
         self._comm = self._units[0].mesh_info.all
-        self._said: list[str] = []
         self._refuse()
 
     def lose(self, why: str) -> None:
@@ -345,7 +344,8 @@ class together:
             )
         self._refuse()  # what has changed since it was made
         self.lost, self.why = False, ""
-        self._refused, self._said = None, []
+        self._refused = None
+        self._said: list[str] = []
         self._record = _RECORDS.setdefault(self._units[0], _Record())
         self._launched: list[_Launched] = []
         self._where = _Where(self)

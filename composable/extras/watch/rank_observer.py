@@ -268,13 +268,13 @@ class RankObserver:
         for unit, place in self.places.items():
             # in no message that is known: of one rank, or of users' hooks
             landed = [
-                (param.fqn, param.at_rest.grad)
+                (param.fqn, gradient)
                 for param in (unit.params if unit.trains else ())
                 if id(param.at_rest) not in self._reduced
+                and (gradient := param.at_rest.grad) is not None
             ]
-            there = [(name, each) for name, each in landed if each is not None]
             order = place.order(made=True)
-            self.checks.look(there, GRADIENT, place.name, place.name, order)
+            self.checks.look(landed, GRADIENT, place.name, place.name, order)
         first, overflows = self.checks.end(scaled=scaled)
         if first is not None and first.seen.forward is not None:
             numbers = [call.forward for call in self.calls.get(first.seen.maker, ())]
