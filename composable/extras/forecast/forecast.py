@@ -285,13 +285,13 @@ def _refuse_torchs(module: nn.Module, *_: object, **__: object) -> NoReturn:
 
 def _refuse_matrices(optimizer: Optimizer) -> None:
     stepping = Stepping.of(optimizer)
-    if stepping is None or not stepping.keeps_whole_state:
-        return
-    raise ForecastError(
-        f"forecast: optimizer= calls step_on_matrices for {type(optimizer).__name__}. A step of"
-        " whole matrices, each on another rank, and its exchanges among all are not forecast. Leave"
-        " step_on_matrices out for the forecast: ranks then have about as much state, in shards"
-    )
+    if stepping is not None and stepping.keeps_whole_state:
+        raise ForecastError(
+            f"forecast: optimizer= calls step_on_matrices for {type(optimizer).__name__}. A step of"
+            " whole matrices, each on another rank, and its exchanges among all are not forecast."
+            " Leave step_on_matrices out for the forecast: ranks then have about as much state, in"
+            " shards"
+        )
 
 
 def _refuse_torchs_shards(model: nn.Module) -> None:

@@ -203,9 +203,8 @@ def _scatter_one(
 def _layout_of_state(layout: MatrixLayout, shape: tuple[int, ...]) -> MatrixLayout:
     if shape == layout.shape:
         return layout
-    return MatrixLayout(
-        layout.ranks, shape, tuple(None if dim is None else 0 for dim in layout.cut)
-    )
+    cut = tuple(None if dim is None else 0 for dim in layout.cut)
+    return MatrixLayout(layout.ranks, shape, cut)
 
 
 def _around(local: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -92,19 +92,16 @@ class _Closure:
 
     def __init__(self, closure: Callable[[], Any]) -> None:
         self._closure = closure
-        self._is_open = True
+        self.is_open = True
         self.was_called = False
         self.loss: Any = None
-
-    def end(self) -> None:
-        self._is_open = False
 
     def replay(self) -> Any:
         """For another batch of the step in which it was called."""
         return self.loss
 
     def __call__(self) -> Any:
-        if not self._is_open:
+        if not self.is_open:
             raise OptimizerError(
                 f"{_CALLER}: the optimizer calls its closure after it has read its parameter"
                 " groups, when gradients are with the owners already. Call the closure yourself,"
@@ -217,9 +214,8 @@ class _MatrixStep:
                 matrix.of(local).copy_(whole)
         self._launch("rows", number)
         self._land("rows", number - 1)
-
-    def land(self) -> None:
-        self._land("rows", _LAST)
+        if number == _LAST:
+            self._land("rows", _LAST)
 
     def give_up(self) -> None:
         """Wait for what was launched."""
@@ -385,7 +381,7 @@ class MatrixStepping(Stepping):
         parameters = parameters_of(optimizer)
         self._refuse_unreduced(optimizer, parameters)
         if self._closure is not None:
-            self._closure.end()
+            self._closure.is_open = False
         self._follow(optimizer)
         stepped = [each for each in self._matrices if each.grad is not None]
         _refuse_placed_apart(stepped)
@@ -479,7 +475,6 @@ class MatrixStepping(Stepping):
         if step is None or others is None:
             return
         step.close(_LAST, others.left())
-        step.land()
         self._prints |= self._fingerprints(step.parameters)
         try:
             others.finish(optimizer)

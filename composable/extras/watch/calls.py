@@ -137,9 +137,8 @@ def runs_as_it_is(module: nn.Module) -> bool:
     """Whether to call `forward` is all that a call of the module does: no hooks, not compiled."""
     for each in module.modules():
         own = 0 if dispatcher_of(each) is None else 2  # of annotations
-        if len(each._forward_hooks) + len(each._forward_pre_hooks) != own:
-            return False
-        if each._compiled_call_impl is not None:
+        hooks = len(each._forward_hooks) + len(each._forward_pre_hooks)
+        if hooks != own or each._compiled_call_impl is not None:
             return False
     return True
 

@@ -164,21 +164,16 @@ class RankObserver:
         in_training = self._trains and number is not None  # one rank alone may evaluate
         if self.compares and in_training:
             self.agreement.note_gathered(unit, place.name, "in forward")
-        if not self._looks_now:
-            self._begin_repeat(unit, module, looks=False)
-            return args, kwargs
-        if self._keeps and in_training and is_forward() and not is_transformed():
-            self.calls.setdefault(place.name, []).append(call_of(unit, module, args, kwargs))
-        named = list(_named(INPUT, (*enumerate(args), *kwargs.items())))
-        fresh = [(n, each) for n, each in named if self._known.get(each) != version_of(each)]
-        self.checks.look(fresh, INPUT, place.name, place.around, forward=_forward_of(unit))
-        self._watch_gradients(unit, named, made=False)
-        self._begin_repeat(unit, module, looks=True)
-        return args, kwargs
-
-    def _begin_repeat(self, unit: Unit, module: nn.Module, *, looks: bool) -> None:
+        if looks := self._looks_now:
+            if self._keeps and in_training and is_forward() and not is_transformed():
+                self.calls.setdefault(place.name, []).append(call_of(unit, module, args, kwargs))
+            named = list(_named(INPUT, (*enumerate(args), *kwargs.items())))
+            fresh = [(n, each) for n, each in named if self._known.get(each) != version_of(each)]
+            self.checks.look(fresh, INPUT, place.name, place.around, forward=_forward_of(unit))
+            self._watch_gradients(unit, named, made=False)
         if self.repeat is not None and self.repeat.unit is unit:
             self.repeat.begin(module, looks=looks)
+        return args, kwargs
 
     def post_forward(self, unit: Unit, output: Any) -> None:
         """A module of a unit has computed."""
@@ -206,7 +201,7 @@ class RankObserver:
     def raised(self, unit: Unit) -> None:
         """A module of a unit that was entered has raised, or what came before it."""
         if self.repeat is not None and self.repeat.unit is unit:
-            self.repeat.fail()
+            self.repeat.leave()
 
     # --- backward --------------------------------------------------------------------------------
 

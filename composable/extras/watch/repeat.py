@@ -96,15 +96,12 @@ class Repeat:
 
     def end(self, output: Any) -> None:
         """It has computed. Where backward comes to what it made, operators run again, too."""
-        if (since := self._leave()) is not None and not backward_will_be_compiled():
+        if (since := self.leave()) is not None and not backward_will_be_compiled():
             for node in _nodes_since(since, tensors_in(output)):
                 node.register_prehook(self._twice.enter_node)
 
-    def fail(self) -> None:
-        """It has raised."""
-        self._leave()
-
-    def _leave(self) -> int | None:
+    def leave(self) -> int | None:
+        """It has computed, or raised. Returns the number of its first node if operators ran again."""
         again, since = self._open.pop() if self._open else (False, 0)
         if again:
             leave_mode(self._twice)
