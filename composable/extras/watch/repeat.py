@@ -101,7 +101,7 @@ class Repeat:
                 node.register_prehook(self._twice.enter_node)
 
     def leave(self) -> int | None:
-        """It has computed, or raised. Returns the number of its first node if operators ran again."""
+        """It has computed, or raised. Returns its first node by number, if operators ran again."""
         again, since = self._open.pop() if self._open else (False, 0)
         if again:
             leave_mode(self._twice)
