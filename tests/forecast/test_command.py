@@ -207,7 +207,7 @@ def test_a_suggestion_ends_and_says_what_it_has_not_tried(
     assert found.not_tried[-2:] == (
         "plans beyond most=1 forecasts", "pipelines, an offload_policy, and other batches",
     )  # fmt: skip
-    with pytest.raises(ValueError, match="most=0 must be a number of forecasts"):
+    with pytest.raises(ValueError, match="most must be a whole number of at least 1"):
         suggest(make, lambda: torch.zeros(2, 16), ranks=16, most=0)
 
 

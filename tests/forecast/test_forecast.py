@@ -836,16 +836,20 @@ def test_steps_of_whole_matrices_are_refused_by_name_and_a_forecast_follows(verb
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"ranks": 0}, ValueError, "ranks=0 and steps=2 must be whole numbers"),
+        ({"ranks": 0}, ValueError, "ranks must be a whole number of at least 1, got 0"),
         ({"ranks": 4, "mesh": {"a": 3}}, ValueError, r"mesh={'a': 3} has 3 ranks, not ranks=4"),
         ({"ranks": 4, "device": "h1000"}, ValueError, "no device 'h1000' is known, only a100"),
-        ({"ranks": 4, "mesh": 2}, ValueError, r"mesh=2 must be names of dimensions with their"),
-        ({"ranks": "4"}, ValueError, "ranks='4' and steps=2 must be whole numbers"),
-        ({"ranks": 4, "device": torch.device("cpu")}, ValueError, r"device=.* must be one of a100"),
+        ({"ranks": 4, "mesh": 2}, ValueError, "mesh must be names of dimensions with their"),
+        ({"ranks": "4"}, ValueError, "ranks must be a whole number"),
+        (
+            {"ranks": 4, "device": torch.device("cpu")},
+            ValueError,
+            "device must be a string or a Device",
+        ),
         (
             {"ranks": 4, "optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))])},
             ValueError,
-            "optimizer must be what makes an optimizer of parameters, .* got an object of SGD",
+            r"optimizer must be what makes an optimizer of parameters .* got a SGD",
         ),
         ({"ranks": 4, "make_model": nn.Linear(1, 1)}, ValueError, "must be .* lambda: Model"),
         (
@@ -871,9 +875,9 @@ def test_arguments_of_searches_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="compare: plans must name at least one plan"):
         compare(Decoder, {}, batch, ranks=2)
     memory: Any = "80GB"
-    with pytest.raises(ValueError, match="memory='80GB' must be a number of bytes"):
+    with pytest.raises(ValueError, match=r"memory must be a number of bytes.* got the str '80GB'"):
         compare(Decoder, {"a": replicate}, batch, ranks=2, memory=memory)
-    with pytest.raises(ValueError, match="memory='80GB' must be a number of bytes"):
+    with pytest.raises(ValueError, match=r"memory must be a number of bytes.* got the str '80GB'"):
         suggest(Decoder, batch, ranks=2, memory=memory)
     with pytest.raises(ValueError, match=r"block=.*Conv2d.* is no class of modules of the model"):
         suggest(Decoder, batch, ranks=2, block=nn.Conv2d)

@@ -19,14 +19,9 @@ from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.comm.base import cut_flat
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
+from composable.contract.tree import managed_buffers
 from composable.errors import AnnotationError, MeshError, closest, few
-from composable.seams import (
-    Unit,
-    refuse_extended,
-    require_at_rest,
-    units_in,
-    written,
-)
+from composable.seams import Unit, refuse_extended, require_at_rest, units_in, written
 from composable.tensors.dtensors import describe_mesh
 from composable.tensors.protocol import is_packed
 from composable.torch_private import locals_of
@@ -54,12 +49,8 @@ def comm_over(caller: str, unit: Unit, over: Over) -> Comm:
     group = _group_over(caller, unit, info, over)
     if unit.is_sharded and info.mesh is not None and group is not None:
         ranks = dist.get_process_group_ranks(group)
-        parts = (
-            info.mesh.mesh.movedim(info.shard_dim, 0)
-            .reshape(info.mesh.size(info.shard_dim), -1)
-            .tolist()
-        )
-        if sum(any(rank in ranks for rank in part) for part in parts) > 1:
+        members = torch.isin(info.mesh.mesh, torch.tensor(ranks)).nonzero()
+        if len(members[:, info.shard_dim].unique()) > 1:
             raise MeshError(
                 f"{caller}: unit '{unit.name}' is sharded over ranks"
                 f" {few([str(rank) for rank in ranks])} (over={over!r}), which hold different parts"
@@ -101,28 +92,24 @@ def _group_over(caller: str, unit: Unit, info: MeshInfo, over: Over) -> dist.Pro
 # --- one average --------------------------------------------------------------------------------
 
 
-class _Average:
-    """One all-reduce of tensors of one dtype.
+def _launch(tensors: list[Tensor], comm: Comm, launch: Launch) -> Callable[[], None]:
+    """Launch one all-reduce of tensors of one dtype. Returns what waits for it, and writes means.
 
     A single flat tensor, such as the shards of a unit, is reduced where it is.
     """
+    alone = len(tensors) == 1 and tensors[0].is_contiguous()
+    flat = tensors[0] if alone else torch.cat([each.reshape(-1) for each in tensors])
+    flat = flat.to(comm.device)
+    work = comm.all_reduce([flat], launch, 1.0 / comm.size)
 
-    def __init__(self, tensors: list[Tensor], comm: Comm, launch: Launch) -> None:
-        self._tensors = tensors
-        alone = len(tensors) == 1 and tensors[0].is_contiguous()
-        self._flat = (
-            tensors[0] if alone else torch.cat([each.reshape(-1) for each in tensors])
-        ).to(comm.device)
-        self._work = comm.all_reduce([self._flat], launch, 1.0 / comm.size)
-
-    def land(self) -> None:
-        self._work.wait()
-        if self._flat is self._tensors[0]:
-            increment_version(self._flat)  # what was gathered from it is out of date
+    def land() -> None:
+        work.wait()
+        if flat is tensors[0]:
+            increment_version(flat)  # what was gathered from it is out of date
         else:
-            torch._foreach_copy_(
-                self._tensors, cut_flat(self._flat, [each.shape for each in self._tensors])
-            )
+            torch._foreach_copy_(tensors, cut_flat(flat, [each.shape for each in tensors]))
+
+    return land
 
 
 def _memory_of(unit: Unit) -> Iterator[Tensor]:
@@ -151,14 +138,12 @@ def _buffers_of(units: list[Unit]) -> Iterator[tuple[Unit, Tensor]]:
     """Floating-point buffers of the state dict, each with the innermost unit around it."""
     found: dict[int, tuple[Unit, Tensor]] = {}
     for unit in units:
-        for module in (below for outer in unit.modules for below in outer.modules()):
-            for name, buffer in module._buffers.items():
-                if (
-                    buffer is not None
-                    and buffer.is_floating_point()
-                    and name not in module._non_persistent_buffers_set
-                ):
-                    found[id(buffer)] = unit, buffer
+        for buffer in managed_buffers(unit.modules):
+            if buffer.tensor.is_floating_point() and any(
+                place.name not in place.module._non_persistent_buffers_set
+                for place in buffer.places
+            ):
+                found[id(buffer.tensor)] = unit, buffer.tensor
     yield from found.values()
 
 
@@ -173,12 +158,12 @@ def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) ->
     for unit, tensor in (*memory, *_buffers_of(units)):
         if tensor.numel() and comms[unit].size > 1:
             messages.setdefault((unit, tensor.dtype), []).append(tensor.detach())
-    averages = [
-        _Average(each, comms[unit], Launch(f"average of unit '{unit.name}'"))
+    launched = [
+        _launch(each, comms[unit], Launch(f"average of unit '{unit.name}'"))
         for (unit, _), each in messages.items()
     ]
-    for average in averages:
-        average.land()
+    for land in launched:
+        land()
     written(units)
 
 
@@ -363,11 +348,9 @@ class HierarchicalAverager(_Averager):
                     f" which the {period} steps of groups of {size} do not divide. Periods of"
                     " larger groups are multiples of those of smaller ones"
                 )
-        whole = {
-            unit: comm_over("HierarchicalAverager", unit, over)
-            for unit in units_in(self._model, caller="HierarchicalAverager")
-        }
-        for unit, comm in whole.items():
+        whole: dict[Unit, Comm] = {}
+        for unit in units_in(self._model, caller="HierarchicalAverager"):
+            whole[unit] = comm = comm_over("HierarchicalAverager", unit, over)
             if not levels or levels[-1][0] != comm.size:
                 raise MeshError(
                     f"HierarchicalAverager: the largest group must have the {comm.size} ranks that"

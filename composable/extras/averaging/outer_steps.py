@@ -45,12 +45,7 @@ from composable.errors import (
     PhaseError,
     few,
 )
-from composable.extras.averaging.averaging import (
-    REPLICAS,
-    Over,
-    average_parameters,
-    comm_over,
-)
+from composable.extras.averaging.averaging import REPLICAS, Over, average_parameters, comm_over
 from composable.seams import (
     Param,
     Stepping,
@@ -63,18 +58,17 @@ from composable.seams import (
     write_whole,
     written,
 )
-from composable.tensors.dtensors import dtensor_parameter, gradient_like
-from composable.torch_private import local_of
+from composable.tensors.dtensors import gradient_like
+from composable.torch_private import local_tensor, parameter_around
 
 _CALLER: Final = "local_steps"
 
 
-def _nesterov(parameters: list[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+_NESTEROV: Final = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    return local_tensor(tensor).detach()
 
 
 class _Message:
@@ -133,9 +127,14 @@ class _Message:
             # its memory is given back to another stream than the one that reduces
             self.flight[1].wait()
 
+    def differences(self) -> list[Tensor]:
+        """The mean differences, placed like the parameters; zeros if none are in flight."""
+        flat = torch.zeros_like(self.backup) if self.flight is None else self.land()
+        return list(map(gradient_like, self.cut(flat), self.backups))
+
     def show_gradients(self) -> None:
-        for backup, view in zip(self.backups, self.cut(self.land()), strict=True):
-            backup.grad = gradient_like(view, backup)
+        for backup, difference in zip(self.backups, self.differences(), strict=True):
+            backup.grad = difference
 
     def write(self, keep: float) -> None:
         """Let the parameters be the backups, up to the part `keep` of themselves."""
@@ -149,17 +148,10 @@ class _Message:
 
 
 def _placed_like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
-        return nn.Parameter(local)
-    stride = torch.empty(parameter.shape, device="meta").stride()
-    return dtensor_parameter(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        parameter.shape,
-        stride,
-        requires_grad=True,
-    )
+    made = gradient_like(local, parameter)
+    if not isinstance(made, DTensor):
+        return nn.Parameter(made)
+    return parameter_around(made, requires_grad=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,15 +340,11 @@ class LocalSteps:
             ],
         }
         if self._rounds.delay:
-            state["sent"] = {}
-            for message in self._messages:
-                flat = (
-                    torch.zeros_like(message.backup) if message.flight is None else message.land()
-                )
-                for fqn, backup, view in zip(
-                    message.params, message.backups, message.cut(flat), strict=True
-                ):
-                    state["sent"][fqn] = gradient_like(view, backup)
+            state["sent"] = {
+                fqn: difference
+                for message in self._messages
+                for fqn, difference in zip(message.params, message.differences(), strict=True)
+            }
         return state
 
     def _outer_state(self) -> dict[str, dict[str, Any]]:
@@ -576,7 +564,7 @@ def local_steps(
         _Message(unit, params, comms[unit], offload=offload)
         for (unit, *_), params in trained.items()
     ]
-    stepper = (outer or _nesterov)([backup for message in messages for backup in message.backups])
+    stepper = (outer or _NESTEROV)([backup for message in messages for backup in message.backups])
     return LocalSteps(
         module, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos
     )

@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from composable.errors import ComposableError, ForecastError, few, first_line
 from composable.extras.forecast.devices import DEVICES
 from composable.extras.forecast.forecast import forecast
-from composable.extras.forecast.plans import (
-    MOST,
-    Plan,
-    compare,
-    device_with,
-    repeated,
-    suggest,
-)
+from composable.extras.forecast.plans import MOST, Plan, compare, device_with, repeated, suggest
 
 UNITS: Final = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
@@ -136,34 +129,37 @@ def input_of(text: str) -> tuple[str, list[int], str]:
 def run(options: Any) -> int:
     """Print what was asked for; returns the exit status."""
     try:
-        if options.plot is not None:
-            _check_picture(options.plot)
-        if options.inputs and (options.batch or options.tokens):
-            raise Refused("--inputs has the sizes of whole tensors: leave --batch and --tokens out")
-        check_one_model(options)
-        make, make_batch = _of_function(options) if options.hf is None else _of_config(options)
-    except Refused as refused:
-        print(f"{PROGRAM}: {refused}", file=sys.stderr)
-        return 2
-    try:
-        found = _found(options, make, make_batch)
-    except Refused as refused:
-        print(f"{PROGRAM}: {refused}", file=sys.stderr)
-        return 2
-    except (ComposableError, ValueError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
+        return answered(PROGRAM, partial(_show, options))
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:
         if options.hf is None:  # the program's own: its traceback says where
             raise
         print(f"{PROGRAM}: the model does not run: {first_line(error)}", file=sys.stderr)
         return 1
+
+
+def answered(program: str, answer: Callable[[], None]) -> int:
+    """Call `answer`, which prints, and say in a line why it cannot; returns the exit status."""
+    try:
+        answer()
+    except (Refused, ComposableError, ValueError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, Refused) else 1
+    return 0
+
+
+def _show(options: Any) -> None:
+    if options.plot is not None:
+        _check_picture(options.plot)
+    if options.inputs and (options.batch or options.tokens):
+        raise Refused("--inputs has the sizes of whole tensors: leave --batch and --tokens out")
+    check_one_model(options)
+    make, make_batch = _of_function(options) if options.hf is None else _of_config(options)
+    found = _found(options, make, make_batch)
     print(found)
     if options.plot is not None:
         drawn = found.comparison if options.suggest else found
         drawn.plot(options.plot)
         print(f"picture: {options.plot}")
-    return 0
 
 
 def check_one_model(options: Any) -> None:
@@ -212,13 +208,12 @@ def _check_picture(path: Path) -> None:
 
 
 def _plans(blocks: tuple[type[nn.Module], ...]) -> dict[str, Callable[..., object]]:
-    plans = {
-        "replicate": Plan("replicate", blocks),
-        "fully_shard, kept": Plan("fully_shard", blocks, keep=True),
-        "fully_shard": Plan("fully_shard", blocks),
-        "fully_shard, all recomputed": Plan("fully_shard", blocks, recomputed=1 << 20),
+    return {
+        "replicate": Plan("replicate", blocks).annotate,
+        "fully_shard, kept": Plan("fully_shard", blocks, keep=True).annotate,
+        "fully_shard": Plan("fully_shard", blocks).annotate,
+        "fully_shard, all recomputed": Plan("fully_shard", blocks, recomputed=1 << 20).annotate,
     }
-    return {name: plan.annotate for name, plan in plans.items()}
 
 
 def _batch_of(options: Any, dtype: torch.dtype) -> dict[str, Tensor]:

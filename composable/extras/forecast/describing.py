@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import Any, Final
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 from composable import describe, fully_shard
-from composable.errors import ComposableError, ForecastError
+from composable.errors import ForecastError
 from composable.extras.forecast.command import (
     Refused,
     add_model,
+    answered,
     blocks_of,
     check_one_model,
     configured,
@@ -61,35 +63,29 @@ def dimension_of(text: str) -> tuple[str, int]:
 
 def run(options: Any) -> int:
     """Print the description; returns the exit status."""
-    try:
-        check_one_model(options)
-        if options.annotate and options.policy:
-            raise Refused("--annotate picks the units itself: leave --policy out")
-        if options.hf is None:
-            make = maker_of(options, None)
-        else:
-            make = partial(made_of_config, *configured(options))
-        annotate = function_of(options.annotate, "annotate") if options.annotate else None
-    except Refused as refused:
-        print(f"{PROGRAM}: {refused}", file=sys.stderr)
-        return 2
+    return answered(PROGRAM, partial(_answer, options))
+
+
+def _answer(options: Any) -> None:
+    check_one_model(options)
+    if options.annotate and options.policy:
+        raise Refused("--annotate picks the units itself: leave --policy out")
+    if options.hf is None:
+        make = maker_of(options, None)
+    else:
+        make = partial(made_of_config, *configured(options))
+    if options.annotate:
+        annotate = function_of(options.annotate, "annotate")
+    else:
+        annotate = _plan_of(make, options.policy)
     mesh = dict(options.mesh) if options.mesh else None
-    try:
-        annotate = annotate or _plan_of(make, options.policy)
-        with simulated_model(make, annotate, ranks=options.ranks, mesh=mesh) as model:
-            found = describe(model, by=options.by)
-    except Refused as refused:
-        print(f"{PROGRAM}: {refused}", file=sys.stderr)
-        return 2
-    except (ComposableError, ValueError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
+    with simulated_model(make, annotate, ranks=options.ranks, mesh=mesh) as model:
+        found = describe(model, by=options.by)
     try:
         _show(json.dumps(found.to_dict()) if options.json else found)
         sys.stdout.flush()
     except BrokenPipeError:  # who reads, as `head` does, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
 
 
 def _plan_of(make: Callable[[], nn.Module], policy: str | None) -> Callable[..., object]:
@@ -104,11 +100,7 @@ def _plan_of(make: Callable[[], nn.Module], policy: str | None) -> Callable[...,
 def _show(found: object) -> None:
     """Print a table, in a terminal as one of rich where it is installed; or text as it is."""
     if sys.stdout.isatty() and not isinstance(found, str):
-        try:
-            console = import_module("rich.console").Console()
-        except ModuleNotFoundError:
-            pass
-        else:
-            console.print(found)
+        with suppress(ModuleNotFoundError):
+            import_module("rich.console").Console().print(found)
             return
     print(found)

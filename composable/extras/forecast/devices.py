@@ -13,6 +13,8 @@ from typing import Final
 
 import torch
 
+from composable.checked import checked
+
 GIB: Final = 1 << 30
 GB: Final = 10**9
 
@@ -147,12 +149,6 @@ def device_of(device: str | Device) -> Device:
     """
     if isinstance(device, Device):
         return device
-    given: object = device
-    if not isinstance(given, str):
-        raise ValueError(
-            f"forecast: device={given!r} must be one of {', '.join(DEVICES)}, or a"
-            " composable.extras.forecast.Device"
-        )
     if (found := DEVICES.get(device.lower())) is None:
         raise ValueError(
             f"forecast: no device '{device}' is known, only {', '.join(DEVICES)}. Describe it by"
@@ -161,6 +157,7 @@ def device_of(device: str | Device) -> Device:
     return found
 
 
+@checked
 def calibrate(device: str | torch.device = "cpu", like: str | Device | None = None) -> Device:
     """Measure the device at hand: products of matrices, and how fast memory is read and written.
 

@@ -11,20 +11,18 @@ from dataclasses import replace
 from functools import cache
 from math import prod
 from time import perf_counter
-from typing import Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from composable.checked import PositiveInt, Takes, checked
 from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
 from composable.errors import ForecastError
@@ -54,6 +52,27 @@ from composable.torch_private import (
 )
 
 Loss = Callable[[nn.Module, Any], Tensor]
+MakeModel = Annotated[
+    Callable[[], nn.Module],
+    Takes("a function that makes the model (such as lambda: Model(config))"),
+]
+MakeOptimizer = Annotated[
+    Callable[..., Optimizer],
+    Takes("what makes an optimizer of parameters (such as torch.optim.AdamW)"),
+]
+
+
+def are_sizes(mesh: Mapping[str, Any]) -> bool:
+    """Whether these are sizes of dimensions."""
+    return bool(mesh) and all(isinstance(size, int) and size >= 1 for size in mesh.values())
+
+
+Sizes = Annotated[
+    Mapping[str, int],
+    Takes(
+        'names of dimensions with their sizes (such as {"replicate": 4, "shard": 16})', are_sizes
+    ),
+]
 
 NOT_SEEN: Final = (
     "whose messages and streams are not seen here. Annotate by composable's fully_shard or"
@@ -62,17 +81,18 @@ NOT_SEEN: Final = (
 PACE: Final = 5.0  # seconds between two words of progress
 
 
+@checked
 def forecast(
-    make_model: Callable[[], nn.Module],
+    make_model: MakeModel,
     annotate: Callable[..., object],
     make_batch: Callable[[], Any],
     *,
-    ranks: int,
-    mesh: Mapping[str, int] | None = None,
+    ranks: PositiveInt,
+    mesh: Sizes | None = None,
     device: str | Device = "h100",
-    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.AdamW,
+    optimizer: MakeOptimizer | None = torch.optim.AdamW,
     loss: Loss | None = None,
-    steps: int = 2,
+    steps: PositiveInt = 2,
     progress: Callable[[str], object] | None = None,
 ) -> Forecast:
     """Predict memory, messages and time of one rank's step, without the devices.
@@ -118,16 +138,8 @@ def forecast(
     The idea is that of `torch.distributed._tools` (memory and run-time estimation over fake
     tensors), with the library's own streams and messages.
     """
-    check_functions(
-        make_model=make_model,
-        annotate=annotate,
-        make_batch=make_batch,
-        optimizer=optimizer,
-        loss=loss,
-    )
-    found = device_of(device)
-    sizes = _sizes_of(mesh, ranks, steps)
-    machine = machine_of(found, progress, steps)
+    sizes = _sizes_of(mesh, ranks)
+    machine = Machine(device_of(device), progress and paced(progress, steps))
 
     def run(model: nn.Module, batch: Any) -> Tensor:
         value = (loss or _loss)(model, batch)
@@ -137,11 +149,6 @@ def forecast(
 
     with running(machine, make_model, annotate, sizes) as model:
         return train(machine, model, sizes, make_batch(), optimizer, run, steps)
-
-
-def machine_of(device: Device, progress: Callable[[str], object] | None, steps: int) -> Machine:
-    """A machine that tells `progress` what runs."""
-    return Machine(device, None if progress is None else _paced(progress, steps))
 
 
 @contextmanager
@@ -186,7 +193,7 @@ def simulated_model(
     Args:
         make_model, annotate, ranks, mesh: as of `forecast`.
     """
-    machine, sizes = Machine(device_of("cpu")), _sizes_of(mesh, ranks, 1)
+    machine, sizes = Machine(device_of("cpu")), _sizes_of(mesh, ranks)
     with _world(machine, ranks), _simulated(machine):
         yield _annotated(make_model, annotate, sizes)
 
@@ -209,49 +216,15 @@ def takes_mesh(annotate: Callable[..., object]) -> bool:
     return len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
 
 
-_FUNCTIONS: Final = {
-    "make_model": "a function that makes the model, e.g. lambda: Model(config)",
-    "make_stage": "a function that makes a stage by its number, e.g. lambda index: Part(index)",
-    "annotate": "a function that annotates the model it gets, e.g. fully_shard",
-    "make_batch": "a function that makes one rank's batch",
-    "make_target": "a function that makes what the loss gets beside the last stage's output",
-    "optimizer": "what makes an optimizer of parameters, e.g. torch.optim.AdamW",
-    "loss": "a function that returns a scalar",
-}
-_MAY_BE_NONE: Final = ("make_target", "optimizer", "loss")
-
-
-def check_functions(**given: object) -> None:
-    """Refuse a model or an optimizer that is there already, and what is no function."""
-    for name, value in given.items():
-        if value is None and name in _MAY_BE_NONE:
-            continue
-        made = name in ("make_model", "make_stage") and isinstance(value, nn.Module)
-        if made or not callable(value):
-            raise ValueError(
-                f"forecast: {name} must be {_FUNCTIONS[name]}; got an object of"
-                f" {type(value).__name__}"
-            )
-
-
-def _sizes_of(mesh: Any, ranks: Any, steps: Any) -> dict[str, int]:
-    """The dimensions of the mesh, if they and the numbers make sense."""
-    if not all(isinstance(number, int) and number >= 1 for number in (ranks, steps)):
-        raise ValueError(
-            f"forecast: ranks={ranks!r} and steps={steps!r} must be whole numbers of at least 1"
-        )
-    sizes = {"ranks": ranks} if mesh is None else mesh
-    if not (isinstance(sizes, Mapping) and all(isinstance(size, int) for size in sizes.values())):
-        raise ValueError(
-            f"forecast: mesh={mesh!r} must be names of dimensions with their sizes, as in"
-            ' {"replicate": 4, "shard": 16}'
-        )
+def _sizes_of(mesh: Mapping[str, int] | None, ranks: int) -> dict[str, int]:
+    """The dimensions of the mesh."""
+    sizes = {"ranks": ranks} if mesh is None else dict(mesh)
     if (product := prod(sizes.values())) != ranks:
-        raise ValueError(f"forecast: mesh={dict(sizes)} has {product} ranks, not ranks={ranks}")
-    return dict(sizes)
+        raise ValueError(f"forecast: mesh={sizes} has {product} ranks, not ranks={ranks}")
+    return sizes
 
 
-def _paced(progress: Callable[[str], object], steps: int) -> Callable[[Machine], None]:
+def paced(progress: Callable[[str], object], steps: int) -> Callable[[Machine], None]:
     """What the machine calls at every operation: tells `progress` now and then where it is."""
     last = perf_counter()
 
@@ -312,13 +285,13 @@ def _refuse_torchs(module: nn.Module, *_: object, **__: object) -> NoReturn:
 
 def _refuse_matrices(optimizer: Optimizer) -> None:
     stepping = Stepping.of(optimizer)
-    if stepping is None or not stepping.keeps_whole_state:
-        return
-    raise ForecastError(
-        f"forecast: optimizer= calls step_on_matrices for {type(optimizer).__name__}. A step of"
-        " whole matrices, each on another rank, and its exchanges among all are not forecast. Leave"
-        " step_on_matrices out for the forecast: ranks then have about as much state, in shards"
-    )
+    if stepping is not None and stepping.keeps_whole_state:
+        raise ForecastError(
+            f"forecast: optimizer= calls step_on_matrices for {type(optimizer).__name__}. A step of"
+            " whole matrices, each on another rank, and its exchanges among all are not forecast."
+            " Leave step_on_matrices out for the forecast: ranks then have about as much state, in"
+            " shards"
+        )
 
 
 def _refuse_torchs_shards(model: nn.Module) -> None:
@@ -348,18 +321,20 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
         raise ValueError(
             f"forecast: what makes the model returned no module: {type(found).__name__}"
         )
-    made: dict[int, Any] = {}  # what is tied stays tied, unlike by `Module.to`
+    made: dict[int, Tensor] = {}  # what is tied stays tied, unlike by `Module.to`
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:
-                on_meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-                module.register_parameter(name, made.setdefault(id(parameter), on_meta))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                on_meta = made.setdefault(id(buffer), buffer.to("meta"))
-                saved = name not in module._non_persistent_buffers_set
-                module.register_buffer(name, on_meta, persistent=saved)
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None and not tensor.is_meta:
+                    table[name] = made.setdefault(id(tensor), _on_meta(tensor))
     return model
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    moved = tensor.to("meta")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
 
 
 @contextmanager

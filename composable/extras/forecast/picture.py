@@ -61,12 +61,6 @@ def stack(
     )  # fmt: skip
 
 
-def legend_below(figure: Figure, axes: Axes) -> None:
-    """Name the kinds of `axes`, the uppermost first."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3)
-
-
 @matplotlib.rc_context(STYLE)
 def draw(path: Path, found: Forecast) -> None:
     """See the top of this file."""
@@ -82,7 +76,8 @@ def draw(path: Path, found: Forecast) -> None:
         above.text(0, capacity, f"memory of {found.device.name}", va="bottom", color=WARNING)
         top = max(top, capacity * 1.1)
     above.set(ylabel=f"memory, {unit}", ylim=(0, top))
-    legend_below(figure, above)
+    handles, labels = above.get_legend_handles_labels()  # the uppermost kind first
+    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3)
     step = milliseconds(found.seconds, found.seconds)
     figure.suptitle(f"One step on {found.place}: {step} ms", x=0.01, ha="left", weight="bold")
     above.set_title(str(found.subject), loc="left", fontsize=9, wrap=True)

@@ -10,24 +10,19 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from composable import (
-    apply_tp_plan,
-    checkpoint,
-    fully_shard,
-    offload_activations,
-    replicate,
-)
+from composable import apply_tp_plan, checkpoint, fully_shard, offload_activations, replicate
+from composable.checked import PositiveInt, Takes, checked
 from composable.config import MixedPrecisionPolicy
 from composable.errors import ForecastError, first_line
 from composable.extras.forecast.devices import Device, amount, device_of, milliseconds, unit_for
-from composable.extras.forecast.forecast import forecast
+from composable.extras.forecast.forecast import MakeModel, forecast
 from composable.extras.forecast.result import Forecast, aligned
 from composable.torch_private import SHARDS
 
@@ -35,6 +30,7 @@ WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into
 SHOWN: Final = 8  # rows of a table
 MOST: Final = 24  # forecasts that a search makes
 _NEVER_TRIED: Final = "pipelines, an offload_policy, and other batches"
+Bytes = Annotated[float, Takes("a number of bytes (such as 80 * 10**9)", lambda value: value >= 1)]
 NOT_SHARED: Final[Mapping[str, int]] = {}
 
 
@@ -95,13 +91,14 @@ class Comparison:
         import_module("composable.extras.forecast.picture").draw_comparison(Path(path), self)
 
 
+@checked
 def compare(
-    make_model: Callable[[], nn.Module],
+    make_model: MakeModel,
     plans: Mapping[str, Callable[..., object]],
     make_batch: Callable[[], Any],
     *,
-    ranks: int,
-    memory: float | None = None,
+    ranks: PositiveInt,
+    memory: Bytes | None = None,
     device: str | Device = "h100",
     **options: Any,
 ) -> Comparison:
@@ -127,7 +124,7 @@ def compare(
         ...     )
         ... )
     """
-    if not (isinstance(plans, Mapping) and plans):  # type: ignore[redundant-expr]
+    if not plans:
         raise ValueError('compare: plans must name at least one plan, as in {"shard": fully_shard}')
     limited = device_with(memory, device)
     return _ranked(
@@ -140,11 +137,7 @@ def compare(
 
 def device_with(memory: float | None, device: str | Device) -> Device:
     found = device_of(device)
-    if memory is None:
-        return found
-    if not isinstance(memory, (int, float)) or memory < 1:  # type: ignore[redundant-expr]
-        raise ValueError(f"memory={memory!r} must be a number of bytes, e.g. 80 * 10**9")
-    return replace(found, capacity=int(memory))
+    return found if memory is None else replace(found, capacity=int(memory))
 
 
 def _ranked(found: Mapping[str, Forecast], shares: Mapping[str, int] = NOT_SHARED) -> Comparison:
@@ -249,8 +242,8 @@ class Plan:
                 f'mesh = init_device_mesh("{device_type}", {tuple(sizes.values())},'
                 " mesh_dim_names=names)",
             ]
-            of_verb = [name for name in sizes if name != "tp"]
-            options = f", mesh=mesh{_index(of_verb)}" if self.tp > 1 else ", mesh=mesh"
+            of_verb = str([name for name in sizes if name != "tp"]).replace("'", '"')
+            options = f", mesh=mesh{of_verb}" if self.tp > 1 else ", mesh=mesh"
         if self.tp > 1 and self.tp_plan is None:
             uses.append("apply_tp_plan")
             whole = ", experts=True" if self.experts else ""
@@ -286,25 +279,15 @@ class Plan:
         return "\n".join([*imports, "", *lines])
 
     def __str__(self) -> str:
-        parts = [self.verb]
-        if self.tp > 1:
-            parts.append(f"tensor parallel over {self.tp}{' by experts' if self.experts else ''}")
-        if self.shards is not None:
-            parts.append(f"in groups of {self.shards}")
-        if self.keep:
-            parts.append("kept after forward")
-        if self.recomputed:
-            parts.append(f"{self.recomputed} blocks recomputed")
-        if self.offloaded:
-            parts.append(f"{self.offloaded} offloaded")
-        if self.half:
-            parts.append("bf16")
-        return ", ".join(parts)
-
-
-def _index(names: Sequence[str]) -> str:
-    """How dimensions of a mesh are written."""
-    return str(list(names)).replace("'", '"')
+        parts = {
+            f"tensor parallel over {self.tp}{' by experts' if self.experts else ''}": self.tp > 1,
+            f"in groups of {self.shards}": self.shards is not None,
+            "kept after forward": self.keep,
+            f"{self.recomputed} blocks recomputed": self.recomputed,
+            f"{self.offloaded} offloaded": self.offloaded,
+            "bf16": self.half,
+        }
+        return ", ".join([self.verb, *(text for text, is_so in parts.items() if is_so)])
 
 
 def _import_of(block: type[nn.Module]) -> str:
@@ -342,18 +325,19 @@ class Suggestion:
         return f"{self.code}\n\n{self.comparison}\n{_said(self.not_tried)}"
 
 
+@checked
 def suggest(
-    make_model: Callable[[], nn.Module],
+    make_model: MakeModel,
     make_batch: Callable[[], Any],
     *,
-    ranks: int,
-    memory: float | None = None,
+    ranks: PositiveInt,
+    memory: Bytes | None = None,
     device: str | Device = "h100",
     block: type[nn.Module] | None = None,
     half: bool | None = None,
     tp_plan: Mapping[str, ParallelStyle] | None = None,
     progress: Callable[[str], object] | None = None,
-    most: int = MOST,
+    most: PositiveInt = MOST,
     **options: Any,
 ) -> Suggestion:
     """Search for the fastest way to train a model that fits.
@@ -384,8 +368,6 @@ def suggest(
     Example:
         >>> print(suggest(make_model, make_batch, ranks=64, device="h100"))
     """
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:  # type: ignore[redundant-expr]
-        raise ValueError(f"suggest: most={most!r} must be a number of forecasts, at least 1")
     found = device_with(memory, device)
     with torch.device("meta"):
         model = make_model()

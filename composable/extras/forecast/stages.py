@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
+from composable.checked import PositiveInt, Takes, checked
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device, amount, device_of, milliseconds, unit_for
 from composable.extras.forecast.forecast import (
-    check_functions,
-    machine_of,
+    MakeOptimizer,
+    are_sizes,
+    paced,
     running,
     takes_mesh,
     train,
@@ -30,6 +32,27 @@ from composable.extras.forecast.result import Forecast, aligned
 
 SCHEDULES: Final = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 POINT_TO_POINT: Final = ("send", "receive")
+
+MakeStage = Annotated[
+    Callable[[int], nn.Module],
+    Takes("a function that makes a stage by its number (such as lambda index: Part(index))"),
+]
+AnnotateStage = Annotated[
+    Callable[[nn.Module, DeviceMesh], object],
+    Takes(
+        "a function that takes the stage and the mesh, and passes the dimensions of the stage on"
+        ' (such as lambda part, mesh: fully_shard(part, mesh=mesh["dp"]))',
+        takes_mesh,
+    ),
+]
+StageSizes = Annotated[
+    Mapping[str, int],
+    Takes(
+        "names of dimensions with their sizes, that of the stages first"
+        ' (such as {"pp": 4, "dp": 16})',
+        are_sizes,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -149,30 +172,25 @@ class Pipeline:
 
     def to_dict(self) -> dict[str, Any]:
         """For `json`; the stages as `Forecast.to_dict` has them."""
-        return {
-            "schedule": self.schedule,
-            "micro_batches": self.micro_batches,
-            "seconds": self.seconds,
-            "bubble": self.bubble,
-            "largest": self.largest,
-            "fits": self.fits,
-            "stages": [stage.to_dict() for stage in self.stages],
-        }
+        kept = ("schedule", "micro_batches", "seconds", "bubble", "largest", "fits")
+        values = {name: getattr(self, name) for name in kept}
+        return {**values, "stages": [stage.to_dict() for stage in self.stages]}
 
 
+@checked
 def forecast_stages(
-    make_stage: Callable[[int], nn.Module],
-    annotate: Callable[[nn.Module, DeviceMesh], object],
+    make_stage: MakeStage,
+    annotate: AnnotateStage,
     make_batch: Callable[[], Any],
     *,
-    mesh: Mapping[str, int],
-    micro_batches: int,
+    mesh: StageSizes,
+    micro_batches: PositiveInt,
     schedule: str = "1F1B",
     make_target: Callable[[], Tensor] | None = None,
     loss: Callable[..., Tensor] | None = None,
     device: str | Device = "h100",
-    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.AdamW,
-    steps: int = 2,
+    optimizer: MakeOptimizer | None = torch.optim.AdamW,
+    steps: PositiveInt = 2,
     progress: Callable[[str], object] | None = None,
 ) -> Pipeline:
     """Predict memory and time of each stage of a pipeline, without the devices.
@@ -217,20 +235,6 @@ def forecast_stages(
     Schedules are those of `torch.distributed.pipelining`: GPipe (arXiv:1811.06965) and 1F1B
     (PipeDream-Flush, arXiv:2006.09503), where the bubble's part is from.
     """
-    check_functions(
-        make_stage=make_stage,
-        annotate=annotate,
-        make_batch=make_batch,
-        make_target=make_target,
-        loss=loss,
-        optimizer=optimizer,
-    )
-    if not takes_mesh(annotate):
-        raise ValueError(
-            "forecast_stages: annotate must take the stage and the mesh, and pass the dimensions of"
-            ' the stage on, e.g. lambda part, mesh: fully_shard(part, mesh=mesh["dp"])'
-        )
-    _check_numbers(mesh, micro_batches, steps)
     (name, kind), on_device = _schedule_of(schedule), device_of(device)
     dimension, count = next(iter(mesh.items()))
     stages: list[Forecast] = []
@@ -242,25 +246,27 @@ def forecast_stages(
         groups.append(whole.get_group(dimension))
         return annotate(stage, whole)
 
+    loss_fn, target_of = loss or _sum, make_target
+    if target_of is None:  # the schedule passes one to the loss
+        loss_fn = partial(_without_target, loss_fn)
+        target_of = partial(torch.zeros, micro_batches)
     for index in range(count):
         said = progress and partial(_say, progress, index)
-        machine = machine_of(on_device, said, steps)
+        machine = Machine(on_device, said and paced(said, steps))
         rank = index * (prod(mesh.values()) // count)
         with running(machine, partial(make_stage, index), annotated, mesh, rank) as model:
             batch = () if index else _batch_of(make_batch, micro_batches)
             inputs = _described(tuple(t.chunk(micro_batches)[0] for t in batch)) or received
             machine.at(phase="forward")
             received = _described(_outputs_of(model, index, inputs))
-            stage = _Stage(machine, model, index, count, inputs, received, groups.pop())
-            if index < count - 1:
-                target = None
-            elif make_target is None:
-                target = torch.zeros(micro_batches)
-            else:
-                target = make_target()
-            loss_fn = (loss or _sum) if make_target else partial(_without_target, loss or _sum)
+            stage = _Stage(
+                model, index, count, torch.device("cpu"),
+                input_args=inputs, output_args=received, group=groups.pop(),
+            )  # fmt: skip
+            stage.tell(machine)
+            target = target_of() if index == count - 1 else None
             made = kind(stage, micro_batches, loss_fn)
-            run = partial(_step, stage, made, target)
+            run = partial(stage.run_step, made, target)
             stages.append(train(machine, model, mesh, batch, optimizer, run, steps))
             passes.append((stage.seconds["forward"], stage.seconds["backward"]))
     forwards, backwards = (
@@ -276,26 +282,20 @@ class _Stage(PipelineStage):
         seconds: of the last step's forwards and backwards, with waiting for their messages.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        module: nn.Module,
-        index: int,
-        count: int,
-        inputs: tuple[Tensor, ...],
-        outputs: tuple[Tensor, ...],
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(
-            module, index, count, torch.device("cpu"), input_args=inputs, output_args=outputs,
-            group=group,
-        )  # fmt: skip
+    def tell(self, machine: Machine) -> None:
+        """Tell `machine` from now on."""
         self._machine = machine
         self.begin_step()
 
     def begin_step(self) -> None:
         self._ended = self._machine.now
         self.seconds = {"forward": 0.0, "backward": 0.0}
+
+    def run_step(
+        self, schedule: PipelineScheduleSingle, target: Tensor | None, _: nn.Module, batch: Any
+    ) -> None:
+        self.begin_step()
+        schedule.step(*batch, target=target)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self._machine.at(phase="forward")
@@ -319,17 +319,6 @@ def _say(progress: Callable[[str], object], index: int, text: str) -> None:
     progress(f"stage {index}, {text}")
 
 
-def _step(
-    stage: _Stage,
-    schedule: PipelineScheduleSingle,
-    target: Tensor | None,
-    _: nn.Module,
-    batch: tuple[Tensor, ...],
-) -> None:
-    stage.begin_step()
-    schedule.step(*batch, target=target)
-
-
 def _schedule_of(given: object) -> tuple[str, type[PipelineScheduleSingle]]:
     for name, kind in SCHEDULES.items():
         if str(given).lower() == name.lower():
@@ -338,24 +327,6 @@ def _schedule_of(given: object) -> tuple[str, type[PipelineScheduleSingle]]:
         f'forecast_stages: schedule={given!r} must be "GPipe" or "1F1B", which have one stage on'
         " each rank"
     )
-
-
-def _check_numbers(mesh: object, *numbers: object) -> None:
-    """Refuse what are no sizes of dimensions, and numbers of micro-batches and steps below one."""
-
-    def is_count(number: object) -> bool:
-        return isinstance(number, int) and number >= 1
-
-    if not (isinstance(mesh, Mapping) and mesh and all(map(is_count, mesh.values()))):
-        raise ValueError(
-            f"forecast_stages: mesh={mesh!r} must be names of dimensions with their sizes, that of"
-            ' the stages first, as in {"pp": 4, "dp": 16}'
-        )
-    if not all(map(is_count, numbers)):
-        raise ValueError(
-            f"forecast_stages: micro_batches={numbers[0]!r} and steps={numbers[1]!r} must be whole"
-            " numbers of at least 1"
-        )
 
 
 def _batch_of(make_batch: Callable[[], Any], micro_batches: int) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ matrix that one rank has all of stays there, as slices of a stack of experts do.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
@@ -99,11 +100,10 @@ class MatrixLayouts:
         if mesh is not None and mesh.get_coordinate() is None:
             mesh = None
         cut = [_cut_by(placement, parameter) for placement in placements]
-        cut += [None] * (0 if mesh is None else mesh.ndim - len(cut))
+        sizes = () if mesh is None else mesh.shape
+        cut += [None] * (len(sizes) - len(cut))
         dims = [
-            dim
-            for dim in range(0 if mesh is None else mesh.ndim)
-            if mesh is not None and mesh.size(dim) > 1 and not (apart and cut[dim] is None)
+            dim for dim, size in enumerate(sizes) if size > 1 and not (apart and cut[dim] is None)
         ]
         key = mesh, tuple(dims)
         if key not in self._ranks:
@@ -257,15 +257,12 @@ class Exchange:
     def __init__(self, comm: Comm, launch: Launch) -> None:
         self._comm, self._launch = comm, launch
         # By dtype, for each rank: what it is sent, and where what it sends lands.
-        self._sent: dict[torch.dtype, list[list[Tensor]]] = {}
-        self._landing: dict[torch.dtype, list[list[Tensor]]] = {}
+        self._sent, self._landing = self._no_lists(), self._no_lists()
         self._flights: list[tuple[Work, Tensor, Tensor, list[Tensor]]] = []
 
-    def _lists(self, dtype: torch.dtype) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        if dtype not in self._sent:
-            self._sent[dtype] = [[] for _ in range(self._comm.size)]
-            self._landing[dtype] = [[] for _ in range(self._comm.size)]
-        return self._sent[dtype], self._landing[dtype]
+    def _no_lists(self) -> defaultdict[torch.dtype, list[list[Tensor]]]:
+        size = self._comm.size
+        return defaultdict(lambda: [[] for _ in range(size)])
 
     def to_owner(self, matrix: Matrix, local: Tensor, whole: Tensor | None) -> None:
         """Bring a matrix together.
@@ -274,7 +271,7 @@ class Exchange:
             local: this rank's part of the parameter, or what lies so.
             whole: where the matrix comes to lie; None if this rank is not the owner.
         """
-        sent, landing = self._lists(local.dtype)
+        sent, landing = self._sent[local.dtype], self._landing[local.dtype]
         mine, own = matrix.of(local), self._comm.rank
         if whole is None:
             if matrix.sends(own):
@@ -288,7 +285,7 @@ class Exchange:
 
     def from_owner(self, matrix: Matrix, whole: Tensor | None, local: Tensor) -> None:
         """Give each rank its part of a matrix, into `local`; arguments are as above."""
-        sent, landing = self._lists(local.dtype)
+        sent, landing = self._sent[local.dtype], self._landing[local.dtype]
         mine, own = matrix.of(local), self._comm.rank
         if whole is None:
             landing[matrix.owner].append(mine)
@@ -313,7 +310,7 @@ class Exchange:
             work = comm.all_to_all(out, out_sizes, source, sizes, self._launch)
             targets = list(chain.from_iterable(landing))
             self._flights.append((work, source, out, targets))
-        self._sent = {}
+        self._sent, self._landing = self._no_lists(), self._no_lists()
 
     def land(self) -> None:
         """Wait, and write what came where it belongs."""

@@ -21,18 +21,34 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.errors import OptimizerError
 from composable.extras.matrices.matrices import Exchange, Matrix, MatrixLayout, MatrixLayouts
 from composable.seams import LocalStep
+from composable.tensors.dtensors import wrap
 from composable.torch_private import local_tensor, tree_flatten, tree_unflatten
 
 _LAUNCH: Final = Launch("exchange of the state of matrices")
 State = dict[str, Any]  # of a parameter
 # By parameter, the matrices that it is.
 Matrices = Mapping[Tensor, Sequence[Matrix]]
+
+
+def by_comm(matrices: Matrices) -> dict[Comm, list[Tensor]]:
+    """The parameters whose matrices the same ranks have."""
+    found: dict[Comm, list[Tensor]] = {}
+    for parameter, its_matrices in matrices.items():
+        found.setdefault(its_matrices[0].comm, []).append(parameter)
+    return found
+
+
+def groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
+    """By parameter, the number of its group."""
+    groups = enumerate(optimizer.param_groups)
+    return {parameter: number for number, group in groups for parameter in group["params"]}
 
 
 def state_of(optimizer: Optimizer, matrix: Matrix) -> State:
@@ -46,6 +62,17 @@ def set_state(optimizer: Optimizer, matrix: Matrix, state: State) -> None:
         optimizer.state[matrix.parameter] = state
     else:
         optimizer.state[matrix.parameter][matrix.index] = state
+
+
+def _checked_read(name: str) -> Any:
+    """The method of dictionaries of that name, which looks at who calls it first."""
+    read = getattr(defaultdict, name)
+
+    def method(self: PartOfState, *args: Any) -> Any:
+        self.check(sys._getframe(1))
+        return read(self, *args)
+
+    return method
 
 
 class PartOfState(defaultdict[Any, Any]):
@@ -65,7 +92,7 @@ class PartOfState(defaultdict[Any, Any]):
         kind: Any = type(optimizer)
         self._codes = _codes_of(kind)
 
-    def _check(self, reader: FrameType) -> None:
+    def check(self, reader: FrameType) -> None:
         if reader.f_code in self._codes and self._has_parts():
             raise OptimizerError(
                 f"step_on_matrices: {self._name}.{reader.f_code.co_name} reads the optimizer's"
@@ -74,25 +101,9 @@ class PartOfState(defaultdict[Any, Any]):
                 " step_on_matrices"
             )
 
-    def __getitem__(self, key: Any) -> Any:
-        self._check(sys._getframe(1))
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._check(sys._getframe(1))
-        return super().get(key, default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        self._check(sys._getframe(1))
-        return super().setdefault(key, default)
-
-    def items(self) -> Any:
-        self._check(sys._getframe(1))
-        return super().items()
-
-    def values(self) -> Any:
-        self._check(sys._getframe(1))
-        return super().values()
+    __getitem__, get, setdefault, items, values = map(
+        _checked_read, ("__getitem__", "get", "setdefault", "items", "values")
+    )
 
 
 @cache
@@ -116,11 +127,8 @@ def _codes_of(kind: Any) -> frozenset[CodeType]:
 @torch.no_grad()
 def scatter_state(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, State]:
     """The state of parameters as an optimizer over DTensors keeps it. All ranks call it."""
-    by_comm: dict[Comm, list[Tensor]] = {}
-    for parameter, found in matrices.items():
-        by_comm.setdefault(found[0].comm, []).append(parameter)
     scattered: dict[Tensor, State] = {}
-    for comm, parameters in by_comm.items():
+    for comm, parameters in by_comm(matrices).items():
         mine = {
             (number, matrix.index): _outlined(state)
             for number, parameter in enumerate(parameters)
@@ -137,17 +145,13 @@ def scatter_state(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, Stat
     return scattered
 
 
-def _outlined(state: State) -> State:
+def _outlined(state: State) -> Any:
     """State without the values of tensors, but for those without dimensions."""
-    leaves, tree = tree_flatten(state)
-    found: State = tree_unflatten(map(_outline, leaves), tree)
-    return found
-
-
-def _outline(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_like(leaf, device="meta") if leaf.dim() else leaf.cpu()
+    return tree_map_only(
+        Tensor,
+        lambda each: torch.empty_like(each, device="meta") if each.dim() else each.cpu(),
+        state,
+    )
 
 
 def _scatter_one(
@@ -199,9 +203,8 @@ def _scatter_one(
 def _layout_of_state(layout: MatrixLayout, shape: tuple[int, ...]) -> MatrixLayout:
     if shape == layout.shape:
         return layout
-    return MatrixLayout(
-        layout.ranks, shape, tuple(None if dim is None else 0 for dim in layout.cut)
-    )
+    cut = tuple(None if dim is None else 0 for dim in layout.cut)
+    return MatrixLayout(layout.ranks, shape, cut)
 
 
 def _around(local: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -211,14 +214,7 @@ def _around(local: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     if shape != tuple(parameter.shape):
         placements = [Shard(0) if each.is_shard() else Replicate() for each in placements]
     whole = torch.empty(shape, device="meta")
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
+    return wrap(local, parameter.device_mesh, placements, whole.shape, whole.stride())
 
 
 def _stacked(column: Sequence[Any]) -> Any:
@@ -311,11 +307,8 @@ def with_tuples(value: Any, like: Any) -> Any:
     return tuple(found) if isinstance(like, tuple) else found
 
 
-def cloned(state: State) -> State:
-    leaves, tree = tree_flatten(state)
-    clones = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    found: State = tree_unflatten(clones, tree)
-    return found
+def cloned(state: State) -> Any:
+    return tree_map_only(Tensor, torch.clone, state)
 
 
 def as_loaded(
@@ -331,18 +324,13 @@ def as_loaded(
         loaded: what this rank owns of parameters; changed in place.
     """
     owned = [
-        (matrix, state)
+        (matrix, with_tuples(state, state_of(optimizer, matrix)))
         for parameter, found in loaded.items()
         for matrix in matrices[parameter]
         if matrix.is_mine
         and (state := found if matrix.index is None else found.get(matrix.index, {}))
     ]
-    owned = [(matrix, with_tuples(state, state_of(optimizer, matrix))) for matrix, state in owned]
-    group_of = {
-        parameter: number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+    group_of = groups_of(optimizer)
     groups: list[State] = [{**group, "params": []} for group in optimizer.param_groups]
     saved: list[State] = [{**group, "params": []} for group in saved_groups]
     parameters: list[nn.Parameter] = []

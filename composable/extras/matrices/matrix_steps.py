@@ -46,8 +46,10 @@ from composable.extras.matrices.matrix_state import (
     PartOfState,
     State,
     as_loaded,
+    by_comm,
     cloned,
     collect,
+    groups_of,
     scatter_state,
     set_state,
     state_of,
@@ -55,19 +57,8 @@ from composable.extras.matrices.matrix_state import (
     without_tuples,
 )
 from composable.memory.digests import digests_as_ints
-from composable.seams import (
-    LocalStep,
-    StandIn,
-    Stepping,
-    is_part_of_backward,
-    label_of,
-    unit_of,
-)
-from composable.torch_private import (
-    called_by_checkpoints,
-    local_tensor,
-    placed_alike,
-)
+from composable.seams import LocalStep, StandIn, Stepping, is_part_of_backward, label_of, unit_of
+from composable.torch_private import called_by_checkpoints, local_tensor, placed_alike
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Which = Callable[[Tensor], bool] | Iterable[str | Tensor] | None
@@ -101,15 +92,16 @@ class _Closure:
 
     def __init__(self, closure: Callable[[], Any]) -> None:
         self._closure = closure
-        self._is_open = True
+        self.is_open = True
         self.was_called = False
         self.loss: Any = None
 
-    def end(self) -> None:
-        self._is_open = False
+    def replay(self) -> Any:
+        """For another batch of the step in which it was called."""
+        return self.loss
 
     def __call__(self) -> Any:
-        if not self._is_open:
+        if not self.is_open:
             raise OptimizerError(
                 f"{_CALLER}: the optimizer calls its closure after it has read its parameter"
                 " groups, when gradients are with the owners already. Call the closure yourself,"
@@ -141,33 +133,26 @@ class _MatrixStep:
         self._batches: list[list[Matrix]] = [[] for _ in range(BATCHES)]
         for matrix in matrices:
             self._batches[matrix.batch].append(matrix)
-        self._group_of = {
-            parameter: number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        self._travelling: dict[tuple[str, int], list[Exchange]] = {}
+        self._group_of = groups_of(optimizer)
+        self._travelling: dict[tuple[str, int], dict[Comm, Exchange]] = {}
         self._gradients: dict[Matrix, Tensor] = {}
 
-    def _exchanges(self, what: str, number: int) -> Callable[[Comm], Exchange]:
-        made: dict[Comm, Exchange] = {}
-        launch = Launch(f"{what} of matrices")
-
-        def exchange_over(comm: Comm) -> Exchange:
-            if comm not in made:
-                made[comm] = Exchange(comm, launch)
-                self._travelling.setdefault((what, number), []).append(made[comm])
-            return made[comm]
-
-        return exchange_over
+    def _exchange_over(self, comm: Comm, what: str, number: int) -> Exchange:
+        made = self._travelling.setdefault((what, number), {})
+        if comm not in made:
+            made[comm] = Exchange(comm, Launch(f"{what} of matrices"))
+        return made[comm]
 
     def _land(self, what: str, number: int) -> None:
-        for exchange in self._travelling.pop((what, number), ()):
+        for exchange in self._travelling.pop((what, number), {}).values():
             exchange.land()
+
+    def _launch(self, what: str, number: int) -> None:
+        for exchange in self._travelling.get((what, number), {}).values():
+            exchange.launch()
 
     def send(self, number: int) -> None:
         """Launch what brings gradients of a batch to the owners."""
-        exchange_over = self._exchanges("gradients", number)
         for matrix in self._batches[number]:
             parameter, gradient = matrix.parameter, local_tensor(matrix.parameter.grad)  # type: ignore[arg-type]
             local = local_tensor(parameter).detach()
@@ -175,13 +160,12 @@ class _MatrixStep:
                 self._prepare(matrix, local, gradient)
             if matrix.stays:
                 continue
-            exchange = exchange_over(matrix.comm)
+            exchange = self._exchange_over(matrix.comm, "gradients", number)
             exchange.to_owner(matrix, gradient, self._gradients.get(matrix))
             if parameter in self._stale:
                 copy = self._copies[matrix].detach() if matrix.is_mine else None
                 exchange.to_owner(matrix, local, copy)
-        for exchange in self._travelling.get(("gradients", number), ()):
-            exchange.launch()
+        self._launch("gradients", number)
 
     def _prepare(self, matrix: Matrix, local: Tensor, gradient: Tensor) -> None:
         if matrix.stays:
@@ -212,7 +196,6 @@ class _MatrixStep:
 
     def close(self, number: int, state: Any) -> None:
         """Take state back, and launch what brings new rows to all ranks."""
-        exchange_over = self._exchanges("rows", number)
         for matrix in self._batches[number]:
             kept = self._optimizer.state[matrix.parameter]  # on each rank, if only an empty one
             copy = None
@@ -225,15 +208,14 @@ class _MatrixStep:
             local = local_tensor(matrix.parameter).detach()
             whole = None if copy is None else copy.detach()
             if matrix.is_scattered:
-                exchange_over(matrix.comm).from_owner(matrix, whole, local)
+                exchange = self._exchange_over(matrix.comm, "rows", number)
+                exchange.from_owner(matrix, whole, local)
             elif whole is not None and whole.data_ptr() != matrix.of(local).data_ptr():
                 matrix.of(local).copy_(whole)
-        for exchange in self._travelling.get(("rows", number), ()):
-            exchange.launch()
+        self._launch("rows", number)
         self._land("rows", number - 1)
-
-    def land(self) -> None:
-        self._land("rows", _LAST)
+        if number == _LAST:
+            self._land("rows", _LAST)
 
     def give_up(self) -> None:
         """Wait for what was launched."""
@@ -336,9 +318,7 @@ class MatrixStepping(Stepping):
         self._copies = {matrix: copy for matrix, copy in self._copies.items() if matrix in alive}
         for parameter in moved:
             self._prints.pop(parameter, None)
-        self._by_comm = {}
-        for parameter, found in self._matrices.items():
-            self._by_comm.setdefault(found[0].comm, []).append(parameter)
+        self._by_comm = by_comm(self._matrices)
         self._digests = {
             comm: _digest(map(self._described, found)) for comm, found in self._by_comm.items()
         }
@@ -384,15 +364,11 @@ class MatrixStepping(Stepping):
     @override
     @untraced
     def _groups_for(self, stand_in: StandIn) -> tuple[list[State], Any]:
-        enabled = torch.is_grad_enabled()
-        with torch.no_grad():
-            return self._given_to(stand_in, enabled)
-
-    def _given_to(self, stand_in: StandIn, enabled: bool) -> tuple[list[State], Any]:
-        state = stand_in.state
+        enabled, state = torch.is_grad_enabled(), stand_in.state
         if self._step is None:
             try:
-                state = self._begin(stand_in, enabled)
+                with torch.no_grad():
+                    state = self._begin(stand_in, enabled)
             except BaseException:
                 self._give_up(stand_in.optimizer)
                 raise
@@ -405,7 +381,7 @@ class MatrixStepping(Stepping):
         parameters = parameters_of(optimizer)
         self._refuse_unreduced(optimizer, parameters)
         if self._closure is not None:
-            self._closure.end()
+            self._closure.is_open = False
         self._follow(optimizer)
         stepped = [each for each in self._matrices if each.grad is not None]
         _refuse_placed_apart(stepped)
@@ -451,10 +427,9 @@ class MatrixStepping(Stepping):
         stand_in = self.stand_in_of(optimizer, _Given(groups), state)
         stand_in.__dict__ = _apart(self._attributes)
         (_, *args), kwargs = self._arguments
-        closure = self._closure
-        if closure is not None:
-            args = [_replayed(closure) if each is closure else each for each in args]
-            kwargs = {k: _replayed(closure) if v is closure else v for k, v in kwargs.items()}
+        if (closure := self._closure) is not None and closure.was_called:
+            args = [closure.replay if each is closure else each for each in args]
+            kwargs = {k: closure.replay if v is closure else v for k, v in kwargs.items()}
         step: Any = type(optimizer).step
         getattr(step, "__wrapped__", step)(stand_in, *args, **kwargs)  # without its hooks
         return stand_in.state
@@ -500,7 +475,6 @@ class MatrixStepping(Stepping):
         if step is None or others is None:
             return
         step.close(_LAST, others.left())
-        step.land()
         self._prints |= self._fingerprints(step.parameters)
         try:
             others.finish(optimizer)
@@ -715,11 +689,6 @@ def _keeping(optimizer: Optimizer, name: str | None) -> str:
         " those are not. Keep what belongs to a parameter in state; if it wraps an optimizer, call"
         " step_on_matrices for that one, and leave it out for this one"
     )
-
-
-def _replayed(closure: _Closure) -> Callable[[], Any]:
-    """A closure that was called already, or one that refuses to be."""
-    return (lambda: closure.loss) if closure.was_called else closure
 
 
 def _digest(texts: Iterable[str]) -> int:

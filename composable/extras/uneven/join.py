@@ -3,7 +3,7 @@
 `Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one
 number, and a rank without data adds 0. The model has many, so behind such a sum the rank with data
 that comes first, the source, says what it does: which units it enters and leaves
-(`broadcast.py`), and which functions and optimizers it calls. The others do the same without
+(`_Broadcaster`), and which functions and optimizers it calls. The others do the same without
 computing (`engine/step/driver.py`). They are notified each time, and follow no
 record of an earlier step: so a rank may have no data at all, and steps may differ. While all ranks
 have data, nothing but the sums is sent.
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
 
 from composable import clip_grad_norm_
 from composable.checked import checked
@@ -42,8 +43,10 @@ from composable.comm import is_distributed, notification_sum, ranks_of
 from composable.comm.launch import Launch
 from composable.contract.values import parameters_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
-from composable.extras.uneven.broadcast import Broadcaster
 from composable.seams import (
+    Call,
+    Observer,
+    Param,
     Root,
     StepEvent,
     Unit,
@@ -158,13 +161,11 @@ class _Scope(JoinHook):
         self._undo.callback(
             register_optimizer_step_pre_hook(lambda *args: open_scope().step(*args)).remove
         )
-        self._undo.callback(observe(Broadcaster()))
+        self._undo.callback(observe(_Broadcaster()))
         for member in members:
-            for model in member.models:
-                self._undo.callback(_observe_zero_grad(model, model.parameters))
-            for optimizer in member.optimizers:
-                parameters = partial(parameters_of, optimizer)
-                self._undo.callback(_observe_zero_grad(optimizer, parameters))
+            owners: list[nn.Module | Optimizer] = [*member.models, *member.optimizers]
+            for owner in owners:
+                self._undo.callback(_observe_zero_grad(owner))
 
     def __del__(self) -> None:
         self.close()
@@ -324,23 +325,16 @@ class _Scope(JoinHook):
 
     def _refuse_unstepped(self, root: Root) -> None:
         """Every rank steps its own shards: a rank without data needs to know the optimizer."""
-        stepped = self._stepped()
-        for unit in root.units:
-            for param in unit.params if unit.is_sharded else ():
-                at_rest = param.at_rest
-                if (
-                    at_rest.requires_grad
-                    and id(at_rest) not in stepped
-                    and stepped_in_backward([at_rest]) is None
-                ):
-                    problem = OptimizerError(
-                        f"join: parameter '{param.fqn}' of unit '{unit.name}' is trained by no"
-                        " optimizer that the scope knows. A rank without data goes on to hold its"
-                        " shard, and has to step it: join(model, optimizer), or joinable(model,"
-                        " optimizer)"
-                    )
-                    self._call("raise", problem)
-                    raise problem
+        for unit, param in self._not_stepped(unit for unit in root.units if unit.is_sharded):
+            if param.at_rest.requires_grad and stepped_in_backward([param.at_rest]) is None:
+                problem = OptimizerError(
+                    f"join: parameter '{param.fqn}' of unit '{unit.name}' is trained by no"
+                    " optimizer that the scope knows. A rank without data goes on to hold its"
+                    " shard, and has to step it: join(model, optimizer), or joinable(model,"
+                    " optimizer)"
+                )
+                self._call("raise", problem)
+                raise problem
 
     # --- what all ranks know ---------------------------------------------------------------------
 
@@ -348,9 +342,11 @@ class _Scope(JoinHook):
     def _parameters(self) -> list[nn.Parameter]:
         return [param.at_rest for unit in self._units for param in unit.params]
 
-    def _stepped(self) -> set[int]:
-        """The parameters that optimizers of the scope step, by id."""
-        return {id(p) for each in self._optimizers for p in parameters_of(each)}
+    def _not_stepped(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Param]]:
+        """The parameters that no optimizer of the scope steps."""
+        stepped = {id(p) for each in self._optimizers for p in parameters_of(each)}
+        for unit in units:
+            yield from ((unit, each) for each in unit.params if id(each.at_rest) not in stepped)
 
     def _trains(self) -> bytes:
         """Which parameters are not frozen."""
@@ -431,21 +427,22 @@ class _Scope(JoinHook):
                 _set_options(optimizer, options)
                 with torch.enable_grad():
                     optimizer.step()
-            case _:
-                known = self._parameters
-                self._communicate(what, [known[number] for number in args[0]], *args[1:])
-
-    def _communicate(self, what: str, parameters: list[Tensor], *args: Any) -> None:
-        match what:
             case "reduce":
-                self._driver.reduce(parameters)
+                self._driver.reduce(self._numbered(args[0]))
             case "clip":
+                numbers, *how, error_if_nonfinite = args
                 with suppress(NonFiniteError):
-                    clip_grad_norm_(parameters, *args[:-1], error_if_nonfinite=args[-1])
+                    clip_grad_norm_(
+                        self._numbered(numbers), *how, error_if_nonfinite=error_if_nonfinite
+                    )
             case "unscale":
-                scale, allow_fp16 = args
+                numbers, scale, allow_fp16 = args
                 inverse = torch.tensor(scale, dtype=torch.float32, device=self._comm.device)
-                unscale_gradients(parameters, inverse, allow_fp16)
+                unscale_gradients(self._numbered(numbers), inverse, allow_fp16)
+
+    def _numbered(self, numbers: Sequence[int]) -> list[Tensor]:
+        parameters = self._parameters
+        return [parameters[number] for number in numbers]
 
     def _follow(self, *, in_backward: bool) -> None:
         """Do what the source tells, until its forward or backward has ended."""
@@ -490,19 +487,16 @@ class _Scope(JoinHook):
         )
         trains, cleared, options, states = self._exchange(state)
         self._driver.take_buffers(self.source)
-        stepped = self._stepped()
+        replicated = [unit for unit in self._units if not unit.is_sharded]
         unknown = [
             param.at_rest
-            for unit in self._units
-            for param in unit.params
-            if not unit.is_sharded
-            and id(param.at_rest) not in stepped
-            and stepped_in_backward([param.at_rest]) is None
+            for _, param in self._not_stepped(replicated)
+            if stepped_in_backward([param.at_rest]) is None
         ]
         self._comm.broadcast(
             locals_of(unknown), Launch("broadcast of parameters after join"), self.source
         )
-        written([unit for unit in self._units if not unit.is_sharded])
+        written(replicated)
         if self.follows:
             self._freeze(trains)
             self._clear(*cleared)
@@ -510,6 +504,57 @@ class _Scope(JoinHook):
                 _set_options(optimizer, option)
             for each, its_state in zip(self._carried, states, strict=True):
                 each.load_state_dict(its_state)
+
+
+class _Broadcaster(Observer):
+    """Tells the scope that is open which visits of units a rank with data makes.
+
+    A rank without data is driven by what it receives (`engine/step/driver.py`).
+    """
+
+    @override
+    def pre_forward(self, root: Root, call: Call) -> None:
+        if call.root is root and not root.running:
+            open_scope().begin(root)
+        open_scope().tell(
+            StepEvent.PRE_FORWARD, call.unit, call.unit.modules.index(call.module), now=True
+        )
+
+    @override
+    def post_forward(self, root: Root, call: Call, keep: bool) -> None:
+        if call.waits:
+            open_scope().tell(StepEvent.OUTPUT, call.unit)
+        outermost = call.root is root and len(root.running) == 1
+        open_scope().tell(StepEvent.POST_FORWARD, call.unit, keep, now=outermost)
+
+    @override
+    def opens_backward(self, root: Root) -> None:
+        open_scope().open(root)
+
+    @override
+    def pre_backward(self, root: Root, call: Call) -> None:
+        unit = call.unit
+        if call.waits or not unit.is_in_backward or not unit.is_unsharded:
+            open_scope().tell(StepEvent.PRE_BACKWARD, unit, call.waits, now=True)
+
+    @override
+    def gradient_came(self, unit: Unit) -> None:
+        open_scope().tell(StepEvent.GRADIENT, unit)
+
+    @override
+    def ends_backward(self, root: Root) -> None:
+        # If several roots end with one outer backward, ranks without data follow the first
+        # root's END.
+        open_scope().tell(StepEvent.END, root.units[0], root.ends_inside, now=True)
+
+    @override
+    def lands_backward(self, root: Root) -> None:
+        open_scope().tell(StepEvent.LANDED, root.units[0], now=True)
+        # ranks without data follow only the LANDED that comes before the last END
+
+    @override
+    def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        open_scope().call(what, parameters, *args)
 
 
 def _foreign(root: Root, unknown: Sequence[Unit]) -> Exception:
@@ -583,9 +628,7 @@ def _tells_scope(notify: Callable[[Joinable], Any]) -> Callable[[Joinable], Any]
     return notified
 
 
-def _observe_zero_grad(
-    owner: nn.Module | Optimizer, parameters: Callable[[], Iterable[Tensor]]
-) -> Callable[[], None]:
+def _observe_zero_grad(owner: nn.Module | Optimizer) -> Callable[[], None]:
     """Tell the scope of `zero_grad(set_to_none=False)`; returns what ends it.
 
     After other calls the gradients are None, which can be seen afterwards.
@@ -593,7 +636,9 @@ def _observe_zero_grad(
 
     def note(set_to_none: bool) -> None:
         if not set_to_none:
-            open_scope().note_zeroed(parameters())
+            open_scope().note_zeroed(
+                owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner)
+            )
 
     return on_zero_grad(owner, note)
 

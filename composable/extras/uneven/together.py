@@ -21,7 +21,7 @@ Launches are observed where all are made (`comm/base.py`); nothing in the engine
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -78,35 +78,37 @@ _IN_STEPS: Final = (
 )  # fmt: skip
 
 
-class _Made(NamedTuple):
-    """One launch of a step, as far as another step's is the same.
+class _Launched(NamedTuple):
+    """One launch of a step.
 
     Attributes:
-        text, kind: of the `Launch`.
         collective: what was launched for it.
         option: the scale of sums, or the rank that sends a broadcast.
         sizes: of the tensors of sums: numbers of elements and dtypes.
+        held: what it had at hand: the message of a broadcast, the numbers that were sent.
         group: for a gather, indices of the unit and of its group; None if they are not known.
     """
 
-    text: str
-    kind: LaunchKind
+    comm: Comm
+    launch: Launch
     collective: str
     option: Any
     sizes: tuple[tuple[tuple[int, torch.dtype], ...], ...] = ()
+    held: Any = None
     group: tuple[int, int] | None = None
+
+    @property
+    def made(self) -> tuple[object, ...]:
+        """By which it is compared with a launch of another step."""
+        launch = self.launch
+        return launch.text, launch.kind, self.collective, self.option, self.sizes, self.group
 
     @property
     def can_repeat(self) -> bool:
         """Whether a rank that has lost the step can make this launch."""
-        if self.kind is LaunchKind.GATHER:
+        if self.launch.kind is LaunchKind.GATHER:
             return self.group is not None
-        return self.collective in (*_SUMS, "broadcast") or self.kind in _COMPARISONS
-
-
-# With the comm, the launch itself, and what it had at hand: the message of a broadcast, the numbers
-# that were sent.
-_Launched = tuple[Comm, _Made, Launch, Any]
+        return self.collective in (*_SUMS, "broadcast") or self.launch.kind in _COMPARISONS
 
 
 @dataclass(eq=False)
@@ -254,7 +256,6 @@ class together:
         self._model, self._give_up_after = unwrapped(module), give_up_after
         self._units = units_in(module, caller="together")
         self._comm = self._units[0].mesh_info.all
-        self._said: list[str] = []
         self._refuse()
 
     def lose(self, why: str) -> None:
@@ -343,7 +344,8 @@ class together:
             )
         self._refuse()  # what has changed since it was made
         self.lost, self.why = False, ""
-        self._refused, self._said = None, []
+        self._refused = None
+        self._said: list[str] = []
         self._record = _RECORDS.setdefault(self._units[0], _Record())
         self._launched: list[_Launched] = []
         self._where = _Where(self)
@@ -370,17 +372,17 @@ class together:
     def _on_launch(
         self, comm: Comm, launch: Launch, collective: str, tensors: Columns, option: Any
     ) -> None:
-        held: object = None
-        made = _Made(launch.text, launch.kind, collective, option)
+        launched = _Launched(comm, launch, collective, option)
         if collective in _SUMS:
             sizes = tuple(tuple((t.numel(), t.dtype) for t in each) for each in tensors)
-            made = made._replace(sizes=sizes)
+            launched = launched._replace(sizes=sizes)
         elif collective == "broadcast":
             ((held,),) = tensors
+            launched = launched._replace(held=held)
         elif launch.kind is LaunchKind.COMPARE_BACKWARDS:
             _, (sent,) = tensors
-            held = sent.tolist()
-        self._launched.append((comm, made, launch, held))
+            launched = launched._replace(held=sent.tolist())
+        self._launched.append(launched)
 
     def _launches(self) -> list[_Launched]:
         """List what this step has launched.
@@ -394,16 +396,11 @@ class together:
             for number, group in enumerate(unit.groups)
         }
         return [
-            (
-                comm,
-                # a group that was built anew since is not known
-                made._replace(group=groups.get(launch.sender))
-                if made.kind is LaunchKind.GATHER
-                else made,
-                launch,
-                held,
-            )
-            for comm, made, launch, held in self._launched
+            # a group that was built anew since is not known
+            each._replace(group=groups.get(each.launch.sender))
+            if each.launch.kind is LaunchKind.GATHER
+            else each
+            for each in self._launched
         ]
 
     def __exit__(
@@ -439,7 +436,7 @@ class together:
             self._end_unshard()
         try:
             for each in self._record.launches[len(launched) :] if error is not None else ():
-                self._again(*each)
+                self._again(each)
             vote = _RAISED if error is not None else _SAID if self._said else _KEEP
             mine = [vote, self.look_for_writes()]
             self._at_rest.clear()
@@ -500,41 +497,42 @@ class together:
 
     def _cannot_follow(self, launched: Sequence[_Launched]) -> str:
         """Why it is not known what the other ranks go on to launch; empty if it is."""
-        before = _made_in(self._record.launches)
+        before = self._record.launches
         if not before:
             return "no step before it was whole"
-        once = next((each.text for each in before if not each.can_repeat), "")
+        once = next((each.launch.text for each in before if not each.can_repeat), "")
         if once:  # as ranks agree, or are compared, in the first step
             return f"the step before it made the {once}, which others do not make"
-        if _made_in(launched) != before[: len(launched)]:
+        if [each.made for each in launched] != [each.made for each in before[: len(launched)]]:
             return "it launched something else than the step before"
         return ""
 
     @torch.no_grad()
-    def _again(self, comm: Comm, made: _Made, launch: Launch, held: Any) -> None:
+    def _again(self, each: _Launched) -> None:
         """Make a launch that the other ranks wait for, and wait for it."""
+        comm, launch = each.comm, each.launch
         zeros = [
-            [torch.zeros(numel, dtype=dtype, device=comm.device) for numel, dtype in each]
-            for each in made.sizes
+            [torch.zeros(numel, dtype=dtype, device=comm.device) for numel, dtype in column]
+            for column in each.sizes
         ]
-        if made.group is not None:
-            unit = self._units[made.group[0]]
-            group = unit.groups[made.group[1]]
+        if each.group is not None:
+            unit = self._units[each.group[0]]
+            group = unit.groups[each.group[1]]
             group.unshard()
             group.wait_for_unshard()
             unit.free()
-        elif made.collective == "reduce_scatter":
-            comm.reduce_scatter(list(zip(*zeros, strict=True)), launch, made.option).wait()
-        elif made.collective == "all_reduce":
-            comm.all_reduce(zeros[0], launch, made.option).wait()
-        elif made.collective == "broadcast":
-            comm.broadcast([held], launch, made.option)
-        elif made.kind is LaunchKind.COMPARE_BACKWARDS:  # it says what it said in the step before
-            comm.all_gather_ints(held, launch)
-        elif made.kind is LaunchKind.COMPARE_FORWARDS:  # one that counts none agrees with all
+        elif each.collective == "reduce_scatter":
+            comm.reduce_scatter(list(zip(*zeros, strict=True)), launch, each.option).wait()
+        elif each.collective == "all_reduce":
+            comm.all_reduce(zeros[0], launch, each.option).wait()
+        elif each.collective == "broadcast":
+            comm.broadcast([each.held], launch, each.option)
+        elif launch.kind is LaunchKind.COMPARE_BACKWARDS:  # it says what it said in the step before
+            comm.all_gather_ints(each.held, launch)
+        elif launch.kind is LaunchKind.COMPARE_FORWARDS:  # one that counts none agrees with all
             comm.all_gather_ints([0, 0], launch)
         else:
-            assert made.kind is LaunchKind.COMPARE_LAUNCHES and comm.group is not None
+            assert launch.kind is LaunchKind.COMPARE_LAUNCHES and comm.group is not None
             compare_launches(ledger_of(comm.group), comm)
 
     def _lose(self, error: BaseException | None, where: str, *, everywhere: bool) -> bool:
@@ -576,33 +574,19 @@ def _drop_frames(error: BaseException) -> None:
             errors += [each.__cause__, each.__context__]
 
 
-def _made_in(launches: Sequence[_Launched]) -> list[_Made]:
-    return [made for _, made, _, _ in launches]
-
-
 def _obstacle(unit: Unit, comm: Comm) -> str:
     """Why a step with this unit cannot be given up by one rank; empty if it can."""
-    params = unit.params
-    obstacles: list[tuple[Callable[[], object], str]] = [
-        (lambda: not all(p.is_whole for p in params), "tensor-parallel parameters"),
-        (
-            lambda: unit.mesh_info.all is not comm or not unit.on_one_mesh,
-            "parameters over other ranks than the rest of the model",
+    params, info = unit.params, unit.mesh_info
+    obstacles = {
+        "tensor-parallel parameters": not all(param.is_whole for param in params),
+        "parameters over other ranks than the rest of the model": (
+            info.all is not comm or not unit.on_one_mesh
         ),
-        (
-            lambda: unit.mesh_info is not unit.spec.mesh_info,
-            "replicas that train apart, by local_steps",
-        ),
-        (lambda: hooks_of(unit), "a communication hook"),
-        (lambda: unit.gradients.sparse, "sparse gradients"),
-        (
-            lambda: unit.mesh_info.post_forward,
-            "reshard_after_forward with a number of ranks",
-        ),
-        (
-            lambda: isinstance(unit.mesh_info.shard, SuppliedComm),
-            "messages in memory that somebody supplies",
-        ),
-        (lambda: stepped_in_backward([p.at_rest for p in params]), "an optimizer in backward"),
-    ]
-    return next((text for is_there, text in obstacles if is_there()), "")
+        "replicas that train apart, by local_steps": info is not unit.spec.mesh_info,
+        "a communication hook": hooks_of(unit),
+        "sparse gradients": unit.gradients.sparse,
+        "reshard_after_forward with a number of ranks": info.post_forward,
+        "messages in memory that somebody supplies": isinstance(info.shard, SuppliedComm),
+        "an optimizer in backward": stepped_in_backward([param.at_rest for param in params]),
+    }
+    return next((text for text, is_there in obstacles.items() if is_there), "")

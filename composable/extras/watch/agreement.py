@@ -128,10 +128,9 @@ class Agreement:
         kind = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
-                if name != "params":
+                if name != "params" and (text := _text_of(value)) is not None:
                     key = Key(_OPTION, f"{kind} {number}", f"{name} of group {index}")
-                    if (text := _text_of(value)) is not None:
-                        self._options[key] = text
+                    self._options[key] = text
 
     def _note_rest(self, named: Named) -> None:
         """Parameters, buffers and gradients, at the end of a step."""
@@ -157,11 +156,9 @@ class Agreement:
 
     @torch.no_grad()
     def _note(self, comm: Comm, rows: Iterable[tuple[Key, Tensor]]) -> None:
-        keys, tensors = [], []
-        for key, tensor in rows:
-            keys.append(key)
-            tensors.append(tensor)
-        self._noted.append((comm, keys, list(digests_of(tensors))))
+        pairs = [*rows]
+        found = digests_of([tensor for _, tensor in pairs])
+        self._noted.append((comm, [key for key, _ in pairs], list(found)))
 
     # --- the comparison --------------------------------------------------------------------------
 

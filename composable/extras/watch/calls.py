@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_stack
 from typing import Any, Final
@@ -127,20 +126,6 @@ def set_generator(device: torch.device, state: Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-@contextmanager
-def as_called(
-    device: torch.device, generator: Tensor, autocast: torch.dtype | None
-) -> Iterator[None]:
-    """The generator and autocast as a call had them."""
-    state = generator_state(device)
-    set_generator(device, generator)
-    try:
-        with torch.enable_grad(), torch.autocast(device.type, autocast, autocast is not None):
-            yield
-    finally:
-        set_generator(device, state)
-
-
 def is_forward() -> bool:
     """Whether the call that begins is one of the module, and not of a method in its place."""
     names = (frame.f_code.co_name for frame, _ in walk_stack(None))
@@ -151,9 +136,8 @@ def runs_as_it_is(module: nn.Module) -> bool:
     """Whether to call `forward` is all that a call of the module does: no hooks, not compiled."""
     for each in module.modules():
         own = 0 if dispatcher_of(each) is None else 2  # of annotations
-        if len(each._forward_hooks) + len(each._forward_pre_hooks) != own:
-            return False
-        if each._compiled_call_impl is not None:
+        hooks = len(each._forward_hooks) + len(each._forward_pre_hooks)
+        if hooks != own or each._compiled_call_impl is not None:
             return False
     return True
 

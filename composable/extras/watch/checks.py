@@ -202,9 +202,8 @@ def numbers_of(tensor: Tensor) -> Tensor | None:
     values: Any = waited_for(local_tensor(tensor))
     if values.layout is torch.sparse_coo:
         values = values._values()
-    if values.layout is not torch.strided or is_traceable_wrapper_subclass(values):
-        return None
-    if not values.numel() or values.is_meta:
+    is_plain = values.layout is torch.strided and not is_traceable_wrapper_subclass(values)
+    if not is_plain or not values.numel() or values.is_meta:
         return None
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())

@@ -30,8 +30,7 @@ from composable.compilation import untraced
 from composable.contract.hooks import detach, dispatcher_of
 from composable.contract.tree import annotation_of
 from composable.contract.values import parameters_of
-from composable.extras.watch.messages import message_of
-from composable.extras.watch.rank_observer import RankObserver
+from composable.extras.watch.rank_observer import RankObserver, message_of
 from composable.seams import (
     Call,
     Observer,
@@ -63,12 +62,6 @@ class Listener(Protocol):
 
     def end_step(self) -> None:
         """A step ends."""
-
-    def evaluate_again(self, step: int) -> None:
-        """A closure is called once more in a step."""
-
-    def evaluated(self, step: int) -> None:
-        """It has been called."""
 
 
 # As they began, since they communicate in turn. Weak: brackets of a model have its watch.
@@ -273,13 +266,13 @@ def _watched(
     def evaluate() -> Any:
         again = [*steps.items()]
         for watch, step in again:
-            watch.evaluate_again(step)
+            watch.observer.evaluate_again(step)
         try:
             loss = closure()
             _end_step(optimizer, steps)
         finally:
             for watch, step in again:
-                watch.evaluated(step)
+                watch.observer.evaluated(step)
         return loss
 
     return evaluate

@@ -51,12 +51,7 @@ class Finding:
     def __str__(self) -> str:
         """One block of text."""
         where = ", ".join(map(str, self.ranks))
-        rows = [
-            ("unit", self.unit),
-            ("phase", self.phase),
-            ("tensor", self.tensor),
-            *self.lines,
-        ]
+        rows = [("unit", self.unit), ("phase", self.phase), ("tensor", self.tensor), *self.lines]
         title = f"watch: step {self.step}, rank {where}: {self.what}"
         return "\n".join([title, *(f"  {name:<10}{text}" for name, text in rows if text)])
 

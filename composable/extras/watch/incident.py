@@ -10,13 +10,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from composable import __version__
 from composable.contract.methods import Method
 from composable.errors import first_line
 from composable.extras.watch.calls import ModuleCall, by_index
@@ -53,7 +53,7 @@ def write(
     into.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {
         "format": FORMAT,
-        "versions": {"composable": _version(), "torch": str(torch.__version__)},
+        "versions": {"composable": __version__, "torch": str(torch.__version__)},
         "rank": rank,
         "finding": str(finding),
         "why": _why_not_again(unit),
@@ -64,13 +64,6 @@ def write(
         found |= _of_unit(unit, names) | {"calls": len(calls)}
         found |= _of_call(unit, names, calls[index]) if calls else {}
     torch.save(found, into / f"rank-{rank}.pt")
-
-
-def _version() -> str:
-    try:
-        return version("torch-composable")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _why_not_again(unit: Unit | None) -> str:

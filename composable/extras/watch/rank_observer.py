@@ -7,7 +7,7 @@ reduced. Nothing here waits for another rank; `watch.py` exchanges what was seen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -16,21 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from composable.comm.base import Columns
+from composable.comm.launch import Launch, LaunchKind
 from composable.compilation import backward_will_be_compiled, untraced
 from composable.contract.values import tensors_in
 from composable.errors import unit_name
 from composable.extras.watch.agreement import Agreement, Named
-from composable.extras.watch.calls import (
-    ModuleCall,
-    call_of,
-    is_forward,
-    keep_gradient,
-    version_of,
-)
+from composable.extras.watch.calls import ModuleCall, call_of, is_forward, keep_gradient, version_of
 from composable.extras.watch.checks import GRADIENT, INPUT, OUTPUT, PARAMETER, Checks, First
-from composable.extras.watch.messages import Message
 from composable.extras.watch.repeat import Repeat, candidates_in
-from composable.seams import Root, Unit
+from composable.seams import Param, ReducePlan, Root, Unit, label_of
 from composable.torch_private import is_transformed
 
 # Parameters are what they are before the first forward, whose inputs are seen at the same clock.
@@ -64,6 +59,20 @@ def _place_of(unit: Unit, names: Mapping[Unit, str]) -> UnitPlace:
     ]
     around = max(outer, key=len, default=own)
     return UnitPlace(unit_name(own), unit_name(around), len(outer))
+
+
+class Message(NamedTuple):
+    """A message of gradients.
+
+    Attributes:
+        tensors: what is sent.
+        gradients: parts of these, with the names of their parameters.
+        params: the parameters at rest.
+    """
+
+    tensors: Sequence[Tensor]
+    gradients: list[tuple[str, Tensor]]
+    params: Sequence[Tensor]
 
 
 class RankObserver:
@@ -155,21 +164,16 @@ class RankObserver:
         in_training = self._trains and number is not None  # one rank alone may evaluate
         if self.compares and in_training:
             self.agreement.note_gathered(unit, place.name, "in forward")
-        if not self._looks_now:
-            self._begin_repeat(unit, module, looks=False)
-            return args, kwargs
-        if self._keeps and in_training and is_forward() and not is_transformed():
-            self.calls.setdefault(place.name, []).append(call_of(unit, module, args, kwargs))
-        named = list(_named(INPUT, (*enumerate(args), *kwargs.items())))
-        fresh = [(n, each) for n, each in named if self._known.get(each) != version_of(each)]
-        self.checks.look(fresh, INPUT, place.name, place.around, forward=_forward_of(unit))
-        self._watch_gradients(unit, named, made=False)
-        self._begin_repeat(unit, module, looks=True)
-        return args, kwargs
-
-    def _begin_repeat(self, unit: Unit, module: nn.Module, *, looks: bool) -> None:
+        if looks := self._looks_now:
+            if self._keeps and in_training and is_forward() and not is_transformed():
+                self.calls.setdefault(place.name, []).append(call_of(unit, module, args, kwargs))
+            named = list(_named(INPUT, (*enumerate(args), *kwargs.items())))
+            fresh = [(n, each) for n, each in named if self._known.get(each) != version_of(each)]
+            self.checks.look(fresh, INPUT, place.name, place.around, forward=_forward_of(unit))
+            self._watch_gradients(unit, named, made=False)
         if self.repeat is not None and self.repeat.unit is unit:
             self.repeat.begin(module, looks=looks)
+        return args, kwargs
 
     def post_forward(self, unit: Unit, output: Any) -> None:
         """A module of a unit has computed."""
@@ -197,7 +201,7 @@ class RankObserver:
     def raised(self, unit: Unit) -> None:
         """A module of a unit that was entered has raised, or what came before it."""
         if self.repeat is not None and self.repeat.unit is unit:
-            self.repeat.fail()
+            self.repeat.leave()
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -259,13 +263,13 @@ class RankObserver:
         for unit, place in self.places.items():
             # in no message that is known: of one rank, or of users' hooks
             landed = [
-                (param.fqn, param.at_rest.grad)
+                (param.fqn, gradient)
                 for param in (unit.params if unit.trains else ())
                 if id(param.at_rest) not in self._reduced
+                and (gradient := param.at_rest.grad) is not None
             ]
-            there = [(name, each) for name, each in landed if each is not None]
             order = place.order(made=True)
-            self.checks.look(there, GRADIENT, place.name, place.name, order)
+            self.checks.look(landed, GRADIENT, place.name, place.name, order)
         first, overflows = self.checks.end(scaled=scaled)
         if first is not None and first.seen.forward is not None:
             numbers = [call.forward for call in self.calls.get(first.seen.maker, ())]
@@ -279,12 +283,16 @@ class RankObserver:
         self._end()
 
     def evaluate_again(self, step: int) -> None:
-        """What follows belongs to a step that has ended before."""
+        """An optimizer calls its closure once more: what follows belongs to a step that has ended.
+
+        Args:
+            step: the number of the step that the call before was in.
+        """
         self.step = step
         self._begin_step()
 
     def evaluated(self, step: int) -> None:
-        """It is over, too: without an exchange if no backward came."""
+        """It has called it: the step is over, too, without an exchange if no backward came."""
         if self.step == step:
             self.end_step()
 
@@ -316,3 +324,33 @@ def _named(kind: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, T
         tensors = tensors_in(value)
         for index, tensor in enumerate(tensors):
             yield f"{kind} {key}" + (f".{index}" if len(tensors) > 1 else ""), tensor
+
+
+def message_of(launch: Launch, tensors: Columns) -> Message | None:
+    """The gradients that are about to be reduced.
+
+    Args:
+        launch: of any kind.
+        tensors: outputs and inputs, or what is reduced in place.
+
+    Returns:
+        None for other launches. These are no gradients, or sums of the first stage, or they are
+        what a communication hook sends, or copies in memory that somebody supplies.
+    """
+    sent = tensors[-1] if tensors else ()
+    if launch.kind is LaunchKind.GATHER_SPARSE:
+        param: Param = launch.sender
+        return Message(sent, [(param.fqn, each) for each in sent], [param.at_rest])
+    if launch.kind is not LaunchKind.REDUCE:
+        return None
+    plan: ReducePlan = launch.sender
+    parts = plan.gradients_in(sent)
+    if not parts:
+        return None
+    named = [(_name_of(plan.at_rest[index]), each) for index, each in parts.items()]
+    return Message(sent, named, [plan.at_rest[index] for index in parts])
+
+
+def _name_of(parameter: Tensor) -> str:
+    label = label_of(parameter)
+    return "" if label is None else label.fqn

@@ -25,7 +25,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -97,15 +96,12 @@ class Repeat:
 
     def end(self, output: Any) -> None:
         """It has computed. Where backward comes to what it made, operators run again, too."""
-        if (since := self._leave()) is not None and not backward_will_be_compiled():
+        if (since := self.leave()) is not None and not backward_will_be_compiled():
             for node in _nodes_since(since, tensors_in(output)):
                 node.register_prehook(self._twice.enter_node)
 
-    def fail(self) -> None:
-        """It has raised."""
-        self._leave()
-
-    def _leave(self) -> int | None:
+    def leave(self) -> int | None:
+        """It has computed, or raised. Returns its first node by number, if operators ran again."""
         again, since = self._open.pop() if self._open else (False, 0)
         if again:
             leave_mode(self._twice)
@@ -313,12 +309,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
 def _made(output: Any, written: Iterable[int]) -> list[Tensor]:
     """Results, without what was written to: these ids."""
     ids = {*written}
-    items = output if isinstance(output, (tuple, list)) else [output]
-    tensors = chain.from_iterable(
-        each if isinstance(each, (tuple, list)) else [each] for each in items
-    )
-    there = [each for each in tensors if isinstance(each, Tensor)]
-    return [each for each in there if id(each) not in ids]
+    return [each for each in tensors_in(output) if id(each) not in ids]
 
 
 def _with(value: Any, copies: dict[int, Tensor]) -> Any:

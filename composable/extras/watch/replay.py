@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from composable.contract.values import tensors_in
 from composable.errors import ReplayError, first_line
-from composable.extras.watch.calls import are_apart, as_called, by_index, digests_of
+from composable.extras.watch.calls import are_apart, by_index, digests_of
 from composable.extras.watch.checks import is_finite, range_of
 from composable.extras.watch.incident import FORMAT
 from composable.extras.watch.script import Script
@@ -179,9 +179,11 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     for fqn, name, key in file["places"]:
         setattr(module.get_submodule(fqn), name, named[key])
     row["inputs"] = _first_bad("input", tensors_in((args, kwargs)))
-    generator = file["generator"] if file["device"] == "cpu" else torch.get_rng_state()
+    dtype = file["autocast"]
     try:
-        with as_called(torch.device("cpu"), generator, file["autocast"]):
+        with torch.random.fork_rng([]), torch.autocast("cpu", dtype, dtype is not None):
+            if file["device"] == "cpu":
+                torch.set_rng_state(file["generator"])
             output = module(*args, **kwargs)
     except Exception as error:  # code of the model, in a process without a group
         row["forward"] = f"raised {type(error).__name__}: {first_line(error)}"
@@ -200,12 +202,11 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     torch.autograd.backward([each for each, _ in ends], [gradient for _, gradient in ends])
     gradients = [each.grad for each in parameters]
     row["backward"] = _first_bad("gradient of output", [gradient for _, gradient in ends])
-    for each, gradient in zip(file["parameters"], gradients, strict=True):
-        if row["backward"] == _SOUND and gradient is not None and not is_finite(gradient):
-            row["backward"] = _not_finite(f"gradient of {each['fqn']}")
-    for tensor in tensors_in((args, kwargs)):
-        if row["backward"] == _SOUND and tensor.grad is not None and not is_finite(tensor.grad):
-            row["backward"] = _not_finite("gradient of an input")
+    made = [*zip([each["fqn"] for each in file["parameters"]], gradients, strict=True)]
+    made += [("an input", tensor.grad) for tensor in tensors_in((args, kwargs))]
+    bad = [name for name, each in made if each is not None and not is_finite(each)]
+    if row["backward"] == _SOUND and bad:
+        row["backward"] = _not_finite(f"gradient of {bad[0]}")
     return gradients if apart else [None] * len(parameters)
 
 
@@ -221,10 +222,8 @@ def _reduction(file: File, made: dict[int, list[Tensor | None]]) -> str:
             continue
         mean = torch.stack([term.double() for term in terms if term is not None]).mean(0)
         if each["cut"] is not None and not each["whole"]:
-            size = mean.shape[each["cut"]]
-            chunk = -(-size // file["shards"])
-            start = min(file["shard"] * chunk, size)
-            mean = mean.narrow(each["cut"], start, min(chunk, size - start))
+            chunks = mean.chunk(file["shards"], each["cut"])
+            mean = chunks[file["shard"]] if file["shard"] < len(chunks) else mean[:0]
         if mean.numel():
             pairs.append((each["fqn"], mean, each["gradient"].double()))
     if not pairs:

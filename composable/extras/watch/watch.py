@@ -263,22 +263,6 @@ class Watch:
         observer.end_step()
         self._report(found)
 
-    def evaluate_again(self, step: int) -> None:
-        """An optimizer calls its closure once more in a step.
-
-        Args:
-            step: the number of the step that the call before was in.
-        """
-        self.observer.evaluate_again(step)
-
-    def evaluated(self, step: int) -> None:
-        """The optimizer has called its closure once more.
-
-        Args:
-            step: as for `evaluate_again`.
-        """
-        self.observer.evaluated(step)
-
     # --- the exchange ----------------------------------------------------------------------------
 
     def _first_not_finite(self) -> Iterator[Finding]:
