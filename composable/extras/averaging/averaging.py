@@ -22,6 +22,7 @@ from composable.compilation import untraced, unwrapped
 from composable.errors import AnnotationError, MeshError, closest, few
 from composable.seams import (
     Unit,
+    checked_on_all_ranks,
     refuse_extended,
     require_at_rest,
     units_in,
@@ -265,7 +266,8 @@ class PeriodicAverager(_Averager):
     """Average parameters every `period` steps, after `warmup_steps` steps without averages.
 
     After the warm-up, gradients stay local; see the guide on averaging. Steps are counted from 0,
-    as in torch's averager. The first average is in step number `warmup_steps`.
+    as in torch's averager. The first average is in step number `warmup_steps`. All ranks make the
+    averager together.
 
     Args:
         module: the annotated model.
@@ -287,7 +289,7 @@ class PeriodicAverager(_Averager):
     Source: torch's `PeriodicModelAverager`; post-local SGD, https://arxiv.org/abs/1808.07217.
     """
 
-    @checked
+    @checked_on_all_ranks
     def __init__(
         self,
         module: nn.Module,
@@ -314,7 +316,7 @@ class HierarchicalAverager(_Averager):
 
     Steps are counted from 0, as in torch's averager. A group is due when its period divides the
     number of the step, and `warmup_steps` are over. If several groups are due in one step, only the
-    largest averages.
+    largest averages. All ranks make the averager together.
 
     Args:
         module: the annotated model.
@@ -336,7 +338,7 @@ class HierarchicalAverager(_Averager):
     Source: torch's `HierarchicalModelAverager`, which takes sizes by period.
     """
 
-    @checked
+    @checked_on_all_ranks
     def __init__(
         self,
         module: nn.Module,
