@@ -291,7 +291,7 @@ def _holds_members(value: Any) -> bool:
 # --- calls ---------------------------------------------------------------------------------------
 
 
-class _Checks:
+class Checks:
     """What a function takes, argument by argument.
 
     Attributes:
@@ -353,6 +353,7 @@ class _Checks:
         self.check(arguments_of(self.name, self.signature, args[self.hidden :], kwargs))
 
     def check(self, arguments: Mapping[str, Any]) -> None:
+        """Raise for the first of some arguments that is not taken."""
         for name, value in arguments.items():
             kind = self.kinds.get(name, _ANYTHING)
             parameter = self.signature.parameters.get(name)
@@ -366,26 +367,27 @@ class _Checks:
 
 
 _is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
-_checks: Final[dict[Any, _Checks]] = {}
+_checks: Final[dict[Any, Checks]] = {}
 
 
 @untraced
-def _checks_of(function: Callable[..., Any]) -> _Checks:
+def checks_of(function: Callable[..., Any]) -> Checks:
+    """Return what `function` takes, which is read once."""
     found = _checks.get(function)
     if found is None:
-        found = _checks[function] = _Checks(function)
+        found = _checks[function] = Checks(function)
     return found
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Compare arguments, by name, with the annotations of `function`.
 
-    For functions that must tell other ranks of an error; others are `checked`.
+    For verbs, which tell other ranks of an error; others are `checked`.
 
     Raises:
         ArgumentError: one is of another kind, or out of its range.
     """
-    _checks_of(inspect.unwrap(function)).check(arguments)
+    checks_of(inspect.unwrap(function)).check(arguments)
 
 
 def checked(function: F) -> F:
@@ -399,7 +401,7 @@ def checked(function: F) -> F:
         UnknownArgumentError: by the function, for arguments that it does not have, and for those
             that are missing.
     """
-    found: _Checks | None = None
+    found: Checks | None = None
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -407,7 +409,7 @@ def checked(function: F) -> F:
         if _is_dynamo_compiling():
             return function(*args, **kwargs)
         if found is None:
-            found = _checks_of(function)
+            found = checks_of(function)
         if not found.are_right(args, kwargs):
             found.refuse(args, kwargs)
         return function(*args, **kwargs)

@@ -26,6 +26,7 @@ is notified of launches and waits by `observe_launches` of `composable.comm`, wi
 | `units_in`                   | the units in modules; for a caller that needs some, at least one  |
 | `unit_of`, `label_of`        | what manages a parameter, and what it is there                    |
 | `managed_in`                 | the parameters of all units of a model, with their names there    |
+| `checked_on_all_ranks`       | compares arguments with annotations, and with other ranks         |
 | `comms_of_model`             | the comms over all ranks that have a part of a model              |
 | `at_rest`                    | a context in which modules hold parameters at rest                |
 | `require_at_rest`            | lets them hold these from here on; raises in a step               |
@@ -44,10 +45,10 @@ is notified of launches and waits by `observe_launches` of `composable.comm`, wi
 | `offloading_from_host`       | a simulated machine offloads tensors of the host, too             |
 | `give_memory`                | gives what is on the meta device memory, without values           |
 
-Collective, so that all ranks call them alike: `written` (if a scope keeps a unit),
-`unscale_gradients`, `Group.unshard`, and of what `driver_of` makes all but `reset`, which waits for
-what was launched. `called`, `values_exchanged` and `lose_step`, and `units_in` with a caller,
-notify observers, for which all ranks call them too. The others send nothing.
+Collective, so that all ranks call them alike: what is `checked_on_all_ranks`, `written` (if a scope
+keeps a unit), `unscale_gradients`, `Group.unshard`, and of what `driver_of` makes all but `reset`,
+which waits for what was launched. `called`, `values_exchanged` and `lose_step`, and `units_in` with
+a caller, notify observers, for which all ranks call them too. The others send nothing.
 
 An observer that raises ends the forward, backward or call of which it is notified, with its error;
 observers after it are not notified. As other errors in a step do, it must raise on all ranks.
@@ -89,6 +90,7 @@ from composable.optim.shard_steps import LocalStep as LocalStep
 from composable.optim.stand_in import StandIn as StandIn
 from composable.optim.stand_in import Stepping as Stepping
 from composable.state import whole
+from composable.state.whole import checked_on_all_ranks as checked_on_all_ranks
 from composable.state.whole import write_whole as write_whole
 from composable.state.writing import give_memory as give_memory
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm import Comm
 from composable.engine.step.unit import Unit
-from composable.errors import RanksDisagreeError, StateError, UnknownArgumentError, few, first_line
+from composable.errors import RanksDisagreeError, StateError, few, first_line
 from composable.features.packed import is_packed
 from composable.state.folder import COMPLEX, FLOATS, INTEGERS, Files
 from composable.state.hub_names import Converted, by_transformers, ignored, is_of_transformers
@@ -63,7 +63,7 @@ def plan_folder(
     verb: str,
     model: nn.Module,
     units: Sequence[Unit],
-    folder: object,
+    folder: str | os.PathLike[str],
     rename: Rename | None,
     *,
     strict: bool,
@@ -72,12 +72,6 @@ def plan_folder(
     plans: list[FolderPlan] = []
 
     def look() -> None:
-        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-            # a variable that is not set on one rank: the others are notified
-            raise UnknownArgumentError(
-                f"{verb}: folder= is the path of a folder or file of safetensors, not"
-                f" {repr(folder)[:40]}. Without a folder, materialize(model) runs initialisers"
-            )
         plans.append(FolderPlan(model, Files(Path(folder)), rename))
         plans[0].check(strict=strict)
 

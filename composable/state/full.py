@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
-from composable.checked import RealDtype, checked
+from composable.checked import RealDtype
 from composable.comm.choose import ranks_of
 from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
@@ -29,7 +29,13 @@ from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, RanksDisagreeError
 from composable.features.packed import is_packed
 from composable.memory.digests import digests_as_ints
-from composable.state.whole import all_or_none, comms_of_model, managed_in, require_at_rest
+from composable.state.whole import (
+    all_or_none,
+    checked_on_all_ranks,
+    comms_of_model,
+    managed_in,
+    require_at_rest,
+)
 from composable.tensors.dtensors import whole_of
 from composable.torch_private import local_tensor
 
@@ -53,7 +59,7 @@ class Streamed:
     checksums: dict[str, int] = field(default_factory=dict)
 
 
-@checked
+@checked_on_all_ranks
 def stream_full(
     module: nn.Module, *, dtype: RealDtype | None = None, since: Streamed | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -205,7 +211,7 @@ def _dtypes_of(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str,
     }
 
 
-@checked
+@checked_on_all_ranks
 def full_state_dict(
     module: nn.Module, *, rank0_only: bool = True, dtype: RealDtype | None = None
 ) -> dict[str, Any]:
@@ -245,7 +251,7 @@ def full_state_dict(
 # --- export -------------------------------------------------------------------------------------
 
 
-@checked
+@checked_on_all_ranks
 def export(
     module: nn.Module, folder: str | os.PathLike[str], *, dtype: RealDtype | None = None
 ) -> None:

@@ -3,32 +3,36 @@
 A model on the meta device was built and annotated there. What a folder of safetensors has is read
 by each rank, its own part; initialisers fill only what the folder does not have. In order: the
 folder is read (`folder.py`) and planned against the model (`folder_plan.py`), then the model is
-written to (`writing.py`, `initialise.py`). Nothing is sent but whether every rank can read what it
-needs, before anything is written.
+written to (`writing.py`, `initialise.py`). Nothing is sent but the arguments, and whether every
+rank can read what it needs, before anything is written.
 """
 
 from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Annotated
 
 import torch
 from torch import nn
 
 from composable.api.scopes import units_in
-from composable.checked import ELSEWHERE, RealDtype, checked
+from composable.checked import RealDtype, checked
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.written import written
 from composable.engine.step.plan import planned_roots
 from composable.errors import UnknownArgumentError
 from composable.state.folder_plan import Loaded, Rename, plan_folder
 from composable.state.initialise import Init, Initialisation
-from composable.state.whole import all_or_none, comms_of_model, require_at_rest
+from composable.state.whole import (
+    all_or_none,
+    checked_on_all_ranks,
+    comms_of_model,
+    require_at_rest,
+)
 from composable.state.writing import cast, give_memory, write
 
 
-@checked
+@checked_on_all_ranks
 def materialize(
     module: nn.Module,
     init: Init | None = None,
@@ -98,10 +102,10 @@ def materialize(
     return _fill("materialize", module, init, folder, dtype, strict, rename)
 
 
-@checked
+@checked_on_all_ranks
 def load(
     module: nn.Module,
-    folder: Annotated[str | os.PathLike[str], ELSEWHERE],  # refused on all ranks together
+    folder: str | os.PathLike[str],
     *,
     dtype: RealDtype | None = None,
     strict: bool = True,
@@ -197,7 +201,7 @@ def _fill(
     units = units_in(verb, model)
     require_at_rest(verb, units)
     plan = None
-    if verb == "load" or folder is not None:
+    if folder is not None:
         plan = plan_folder(verb, model, units, folder, rename, strict=strict)
     initialisation = Initialisation(verb, model, init, plan)
     initialisation.compare_random_states(units)

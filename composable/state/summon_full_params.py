@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
-from composable.checked import checked
 from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
@@ -25,6 +24,7 @@ from composable.errors import ForeignParameterError, PhaseError, few
 from composable.state.whole import (
     NamedParam,
     all_or_none,
+    checked_on_all_ranks,
     follow_whole,
     managed_in,
     require_at_rest,
@@ -56,7 +56,7 @@ class _Shown:
     version: int
 
 
-@checked
+@checked_on_all_ranks
 @contextmanager
 def summon_full_params(
     module: nn.Module,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
+from numbers import Real
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
+from composable.checked import checks_of, is_bool
 from composable.comm import Comm
 from composable.comm.launch import Launch
-from composable.compilation import unwrapped
+from composable.compilation import untraced, unwrapped
 from composable.engine.edits.loading import says_nothing_of_groups
 from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.param import ManagedParam, copy_attributes
@@ -20,6 +24,11 @@ from composable.engine.step.root import end_interrupted
 from composable.engine.step.unit import Unit
 from composable.errors import PhaseError, RanksDisagreeError, first_line
 from composable.torch_private import in_backward, local_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Without shards these send nothing, and one rank may call them, as users of DDP do.
+_FOR_SHARDS: Final = ("full_state_dict", "stream_full", "summon_full_params")
 
 
 @torch.no_grad()
@@ -82,11 +91,15 @@ def comms_of_model(units: Sequence[Unit]) -> list[Comm]:
 
 
 def all_or_none(
-    caller: str, comms: Sequence[Comm], act: Callable[[], None], must_agree: int = 0
+    caller: str,
+    comms: Sequence[Comm],
+    act: Callable[[], None],
+    must_agree: int = 0,
+    arguments: Mapping[str, str] | None = None,
 ) -> None:
     """Run `act` on all ranks of `comms`, and raise on every rank if it raised on one.
 
-    Also raise on every rank if the ranks have different numbers `must_agree`.
+    Also raise on every rank if the ranks have different numbers `must_agree`, or other `arguments`.
     """
     error: Exception | None = None
     try:
@@ -94,22 +107,74 @@ def all_or_none(
     except Exception as caught:
         error = caught
     failure = None if error is None else f"{type(error).__name__}: {first_line(error)}"
-    agree = True
+    agree, differ = True, ""
     for comm in comms:
-        said = comm.all_gather_objects((failure, must_agree), Launch(f"agreement of {caller}"))
-        failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
+        launch = Launch(f"agreement of {caller}")
+        said = comm.all_gather_objects((failure, must_agree, arguments or {}), launch)
+        failed = [
+            f"rank {rank}: {text}" for rank, (text, *_) in enumerate(said) if text is not None
+        ]
         failure = failure or next(iter(failed), None)
-        agree = agree and all(number == must_agree for _, number in said)
+        agree = agree and all(number == must_agree for _, number, _ in said)
+        differ = differ or _difference([given for *_, given in said])
     if error is not None:
         raise error
     if failure:
         raise RanksDisagreeError(f"{caller}: {failure}")
+    if differ:
+        raise RanksDisagreeError(f"{caller}: {differ}. Pass the same arguments on every rank")
     if not agree:
         raise RanksDisagreeError(
             f"{caller}: the ranks have tensors of different names or shapes in their state dicts,"
             " as experts on meshes of their own. Export such modules one by one, on the ranks that"
             " have them, or use torch.distributed.checkpoint"
         )
+
+
+def _difference(said: Sequence[Mapping[str, str]]) -> str:
+    """Say in which argument a rank differs from rank 0; "" if there is none."""
+    for name, value in said[0].items():
+        for rank, given in enumerate(said):
+            if given.get(name, value) != value:
+                return f"the ranks differ in {name}: rank 0 has {value}, rank {rank} {given[name]}"
+    return ""
+
+
+def checked_on_all_ranks(function: F) -> F:
+    """As `checked`, and raise on every rank if one passes a wrong argument, or another one.
+
+    For functions of an annotated `module` that all ranks call, though not in each step: the ranks
+    exchange one message before `function` runs.
+
+    Raises:
+        ArgumentError: by the function, on the rank with the wrong argument.
+        RanksDisagreeError: by the function, on the others; on all, if plain values differ.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        checks = checks_of(function)
+        module = kwargs.get("module", next(iter(args[checks.hidden :]), None))
+        comms: list[Comm] = []
+        given: dict[str, str] = {}
+        if isinstance(module, nn.Module):
+            units = units_in(checks.name, unwrapped(module))
+            if checks.name not in _FOR_SHARDS or any(unit.is_sharded for unit in units):
+                comms = comms_of_model(units)
+        if checks.are_right(args, kwargs):
+            bound = checks.signature.bind(*args[checks.hidden :], **kwargs)
+            bound.apply_defaults()
+            given = {name: _as_compared(name, value) for name, value in bound.arguments.items()}
+        all_or_none(checks.name, comms, partial(checks.refuse, args, kwargs), arguments=given)
+        return function(*args, **kwargs)
+
+    return untraced(call)  # type: ignore[return-value]
+
+
+def _as_compared(name: str, value: Any) -> str:
+    """Return what ranks compare: hosts may have a folder elsewhere, and objects are their own."""
+    plain = is_bool(value) or isinstance(value, str | Real | torch.dtype | Mapping | None)
+    return str(value) if plain and (value is None or name != "folder") else "another object"
 
 
 @dataclass(frozen=True, slots=True)

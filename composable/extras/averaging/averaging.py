@@ -21,7 +21,14 @@ from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
 from composable.contract.tree import managed_buffers
 from composable.errors import AnnotationError, MeshError, closest, few
-from composable.seams import Unit, refuse_extended, require_at_rest, units_in, written
+from composable.seams import (
+    Unit,
+    checked_on_all_ranks,
+    refuse_extended,
+    require_at_rest,
+    units_in,
+    written,
+)
 from composable.tensors.dtensors import describe_mesh
 from composable.tensors.protocol import is_packed
 from composable.torch_private import locals_of
@@ -250,7 +257,8 @@ class PeriodicAverager(_Averager):
     """Average parameters every `period` steps, after `warmup_steps` steps without averages.
 
     After the warm-up, gradients stay local; see the guide on averaging. Steps are counted from 0,
-    as in torch's averager. The first average is in step number `warmup_steps`.
+    as in torch's averager. The first average is in step number `warmup_steps`. All ranks make the
+    averager together.
 
     Args:
         module: the annotated model.
@@ -272,7 +280,7 @@ class PeriodicAverager(_Averager):
     Source: torch's `PeriodicModelAverager`; post-local SGD, https://arxiv.org/abs/1808.07217.
     """
 
-    @checked
+    @checked_on_all_ranks
     def __init__(
         self,
         module: nn.Module,
@@ -299,7 +307,7 @@ class HierarchicalAverager(_Averager):
 
     Steps are counted from 0, as in torch's averager. A group is due when its period divides the
     number of the step, and `warmup_steps` are over. If several groups are due in one step, only the
-    largest averages.
+    largest averages. All ranks make the averager together.
 
     Args:
         module: the annotated model.
@@ -321,7 +329,7 @@ class HierarchicalAverager(_Averager):
     Source: torch's `HierarchicalModelAverager`, which takes sizes by period.
     """
 
-    @checked
+    @checked_on_all_ranks
     def __init__(
         self,
         module: nn.Module,

@@ -50,6 +50,7 @@ from composable.seams import (
     Param,
     Stepping,
     Unit,
+    checked_on_all_ranks,
     hooks_of,
     label_of,
     managed_in,
@@ -450,8 +451,7 @@ def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
     )
 
 
-@untraced
-@checked
+@checked_on_all_ranks
 @torch.no_grad()
 def local_steps(
     module: nn.Module,

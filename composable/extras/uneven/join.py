@@ -50,6 +50,7 @@ from composable.seams import (
     Root,
     StepEvent,
     Unit,
+    checked_on_all_ranks,
     driver_of,
     follow_steps,
     observe,
@@ -710,7 +711,7 @@ def joinable(module: nn.Module, *others: Any) -> Joinable:
     return ModelJoinable(models, optimizers, carried)
 
 
-@checked
+@checked_on_all_ranks
 @contextmanager
 def join(
     module: nn.Module,

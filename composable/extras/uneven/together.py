@@ -201,7 +201,8 @@ class together:
 
     If a rank raises, it gives up its step and launches the collectives that the other ranks wait
     for, with its own shards, and zeros for gradients. The scope does not raise the exception. At
-    the end of the scope the ranks vote with one message of two integers, and the host waits for it.
+    the end of the scope the ranks vote with one message of three integers, for which the host
+    waits.
 
     A rank that finds a step bad without an exception calls `lose`. It continues to compute, like
     the others, and all ranks lose the step at the end. This works in every step, including the
@@ -253,7 +254,7 @@ class together:
     def __init__(self, module: nn.Module, *, give_up_after: PositiveInt = 3) -> None:
         self.lost, self.why = False, ""
         self._refused: PhaseError | None = None  # what all ranks raise that come there
-        self._model, self._give_up_after = unwrapped(module), give_up_after
+        self._model, self._give_up_after = unwrapped(module), int(give_up_after)
         self._units = units_in(module, caller="together")
         self._comm = self._units[0].mesh_info.all
         self._refuse()
@@ -438,9 +439,9 @@ class together:
             for each in self._record.launches[len(launched) :] if error is not None else ():
                 self._again(each)
             vote = _RAISED if error is not None else _SAID if self._said else _KEEP
-            mine = [vote, self.look_for_writes()]
+            mine = [vote, self.look_for_writes(), self._give_up_after]
             self._at_rest.clear()
-            (least, fewest), (decision, most) = self._comm.min_max(mine, _VOTE)
+            (least, fewest, low), (decision, most, high) = self._comm.min_max(mine, _VOTE)
         except CommunicationError as failure:
             if error is not None:
                 failure.add_note(
@@ -449,6 +450,11 @@ class together:
                     " have been in one of another kind"
                 )
             raise
+        if low != high:  # one rank would raise StepLostError, and the others go on
+            raise RanksDisagreeError(
+                f"together: the ranks differ in give_up_after: from {low} to {high}. Pass the same"
+                " arguments on every rank"
+            ) from error
         if decision and fewest != most:  # in a good step all ranks have written, or may go on so
             self._refuse_written(most - 1, error)
         if decision != _RAISED:  # the step was whole on all ranks

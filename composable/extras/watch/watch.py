@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from composable.checked import NonNegativeInt, PositiveInt, checked
+from composable.checked import NonNegativeInt, PositiveInt
 from composable.comm import is_distributed
 from composable.comm.launch import Launch
 from composable.compilation import unwrapped
@@ -47,6 +47,7 @@ from composable.extras.watch.rank_observer import RankObserver
 from composable.extras.watch.repeat import Repeat
 from composable.seams import (
     Unit,
+    checked_on_all_ranks,
     comms_of_model,
     observe,
     open_scope,
@@ -69,7 +70,7 @@ _ERRORS: Final[dict[str, type[RuntimeError]]] = {
 }
 
 
-@checked
+@checked_on_all_ranks
 def watch(
     module: nn.Module,
     *,
