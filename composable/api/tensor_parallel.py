@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -152,7 +152,7 @@ def _whole_shape(verb: str, managed: Managed[nn.Parameter], device: torch.device
 
 @checked
 def declare_part(
-    parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]
+    parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
     """Declare that a plain parameter is this rank's part of a whole, as in a Megatron-like model.
 
@@ -163,7 +163,8 @@ def declare_part(
     this.
 
     Args:
-        parameter: a parameter of this rank. Declare it before `fully_shard`.
+        parameter: a plain `nn.Parameter` of this rank. Declare it before `fully_shard`. (torch's
+            types call the parameters of its own layers `Tensor`.)
         mesh: the ranks that have the parts, such as `mesh["tp"]`.
         placements: one per dimension of `mesh`. `Shard(dim)` stands for a part, as `torch.chunk`
             makes it. `Replicate()` stands for a parameter that is the same on all ranks of the
