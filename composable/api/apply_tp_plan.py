@@ -15,11 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.api.mesh import device_of
-from composable.api.sync_module_states import (
-    failures_shared,
-    refuse_unknown_mode,
-    synchronise,
-)
+from composable.api.sync_module_states import failures_shared, synchronise
 from composable.checked import ELSEWHERE, checked
 from composable.comm import comm_of
 from composable.comm.mesh_info import communication_device
@@ -77,8 +73,7 @@ def apply_tp_plan(
             " slice, mesh['tp']"
         )
     comm = comm_of(mesh.get_group(), communication_device(mesh, device_of((module,))))
-    with failures_shared(_NAME, comm):
-        refuse_unknown_mode(sync_module_states)
+    with failures_shared(_NAME, comm, sync_module_states):
         tp_plan, ep_plan = _plans_for(module, experts=experts)
     parameters, buffers = managed_parameters((module,), ignored={}), managed_buffers((module,))
     treatment = [f"experts={experts}"] * len(parameters)

@@ -37,7 +37,7 @@ _LAUNCH: Final = Launch("check of an annotation across ranks")
 _AS_FLAGS: Final = {"True": "broadcast", "False": "off"}  # what FSDP1 and DDP mean by them
 
 
-def refuse_unknown_mode(mode: str) -> None:
+def _refuse_unknown_mode(mode: str) -> None:
     if mode not in SYNC_MODES:
         meant = _AS_FLAGS.get(repr(mode))
         cure = "" if meant is None else f"; what FSDP1 and DDP mean by that is {meant!r}"
@@ -50,13 +50,14 @@ def refuse_unknown_mode(mode: str) -> None:
 
 
 @contextmanager
-def failures_shared(verb: str, comm: Comm) -> Iterator[None]:
-    """Around the validation on this rank, before `synchronise`: an exception here is raised on all
-    ranks.
+def failures_shared(verb: str, comm: Comm, mode: str) -> Iterator[None]:
+    """Around the validation on this rank, before `synchronise`, which begins with its mode: an
+    exception here is raised on all ranks.
 
     The failing rank takes part in the collectives of `synchronise` as one that has failed.
     """
     try:
+        _refuse_unknown_mode(mode)
         yield
     except Exception as error:
         if comm.size > 1:

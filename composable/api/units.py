@@ -29,11 +29,7 @@ from composable.api.selection import (
     picked_units,
     refuse_read_by_parent,
 )
-from composable.api.sync_module_states import (
-    failures_shared,
-    refuse_unknown_mode,
-    synchronise,
-)
+from composable.api.sync_module_states import failures_shared, synchronise
 from composable.api.tensor_parallel import failures_shared_across, failures_shared_with, forms_of
 from composable.checked import check_arguments
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
@@ -151,8 +147,7 @@ def annotate(
     device = device_of(modules)
     comm = comm_of(None, device) if mesh_plan is None else mesh_plan.comm_of_all(device)
     with failures_shared_across(name, modules, ignored_params, comm.device):
-        with failures_shared(name, comm):
-            refuse_unknown_mode(sync_module_states)
+        with failures_shared(name, comm, sync_module_states):
             check_arguments(verb, {**options, "ignored_params": ignored_params})
             plans, tied, buffers = _planned_units(
                 verb, modules, policy, ignored_params, mesh_plan, options
