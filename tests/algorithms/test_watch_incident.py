@@ -150,9 +150,10 @@ class Block(nn.Module):
 folder = sys.argv[1]
 model = fully_shard(nn.Sequential(Block()), policy={Block})
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with watch(model, folder=folder):
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
+for step in range(1):
+    with watch(model, folder=folder):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
 """
 
 
@@ -163,6 +164,8 @@ def test_classes_of_the_script_itself_are_defined_without_running_it(tmp_path: P
     (incident,) = folder.iterdir()
     text = replay(incident)
     assert text.splitlines()[-1] == "first: forward of rank 0: output 0 is not finite"
+    script.write_text(_SCRIPT.replace("0.0", "step"))  # a loop is not run for it
+    assert "forward of rank 0: raised NameError" in replay(incident).splitlines()[-1]
     script.write_text(_SCRIPT.replace("class Block", "class Other"))
     with pytest.raises(
         ReplayError, match=r"Block cannot be made from the script .*train\.py: KeyE"

@@ -32,8 +32,8 @@ def main_of_process() -> dict[str, str]:
 class Script:
     """Defines classes and functions of a script without running it.
 
-    Only statements that define a wanted name are executed, and those that define what they read. A
-    script may begin to train in any of the others.
+    Only statements that define a wanted name are executed, and those that define what they read,
+    except for loops: a script may train in any of the others.
 
     Args:
         main: what `main_of_process` returned there.
@@ -95,7 +95,7 @@ class Script:
         self._statements = [
             compile(ast.Module([each], []), self._path, "exec", flags, dont_inherit=True)
             for each in body
-            if not (isinstance(each, ast.If) and "__name__" in ast.unparse(each.test))
+            if not _trains(each)
         ]
 
     def _define(self, name: str) -> None:
@@ -109,6 +109,17 @@ class Script:
         self._done |= found
         for number in sorted(found):
             exec(self._statements[number], vars(self._module))
+
+
+def _trains(statement: ast.stmt) -> bool:
+    """Whether a statement of the module may be the training.
+
+    That is a loop, a block that has one, and what runs in the started script only.
+    """
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return False
+    started = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+    return started or any(isinstance(each, ast.For | ast.While) for each in ast.walk(statement))
 
 
 def _names(code: CodeType, operations: tuple[str, ...], *, inside: bool) -> Iterator[str]:
