@@ -291,7 +291,7 @@ def _holds_members(value: Any) -> bool:
 # --- calls ---------------------------------------------------------------------------------------
 
 
-class Checks:
+class _Checks:
     """What a function takes, argument by argument.
 
     Attributes:
@@ -367,15 +367,15 @@ class Checks:
 
 
 _is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
-_checks: Final[dict[Any, Checks]] = {}
+_checks: Final[dict[Any, _Checks]] = {}
 
 
 @untraced
-def checks_of(function: Callable[..., Any]) -> Checks:
+def checks_of(function: Callable[..., Any]) -> _Checks:
     """Return what `function` takes, which is read once."""
     found = _checks.get(function)
     if found is None:
-        found = _checks[function] = Checks(function)
+        found = _checks[function] = _Checks(function)
     return found
 
 
@@ -401,7 +401,7 @@ def checked(function: F) -> F:
         UnknownArgumentError: by the function, for arguments that it does not have, and for those
             that are missing.
     """
-    found: Checks | None = None
+    found: _Checks | None = None
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

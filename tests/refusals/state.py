@@ -110,9 +110,9 @@ def values_that_no_initialiser_gives() -> Refusals:
 def what_is_no_folder_no_initialiser_and_no_dtype_of_weights() -> Refusals:
     model: Any = _on_meta()
     unset = dist.get_rank() == 0
-    yield lambda: load(model, None if unset else "/tmp/never"), "UnknownArgumentError: load: folder= is the path of a folder or file of safetensors, not None. Without a folder, materialize(model) runs initialisers" if unset else "FileNotFoundError: load: there is no folder..."
-    for wrong in (None, "", {}):
-        yield lambda wrong=wrong: load(model, wrong), f"UnknownArgumentError: load: folder= is the path of a folder or file of safetensors, not {wrong!r}..."
+    yield lambda: load(model, None if unset else "/tmp/never"), f"{'ArgumentError' if unset else 'RanksDisagreeError: load: rank 0: ArgumentError'}: load: folder must be a path (a string that is not empty, or os.PathLike), got None"
+    for wrong, said in ((None, "None"), ("", "the str ''"), ({}, "a dict")):
+        yield lambda wrong=wrong: load(model, wrong), f"ArgumentError: load: folder must be a path (a string that is not empty, or os.PathLike), got {said}"
     yield lambda: load("/tmp/never", model), "ArgumentError: load: module must be a module (nn.Module), got the str '/tmp/never'"
     yield lambda: materialize(model, "/tmp/never"), "ArgumentError: materialize: init must be a function of 1 argument or None, got the str '/tmp/never'"
     for dtype in (torch.int32, "bfloat16"):
