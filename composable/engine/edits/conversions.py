@@ -1,9 +1,11 @@
-"""`Module.to`, `half`, `cpu`, `to_empty`: parameters keep what users have set on them.
+"""`Module.to`, `half`, `cpu`, `to_empty`: parameters keep the attributes that users have set on
+them.
 
-torch exchanges the insides of a `DTensor` with those of the one that it becomes, and the Python
-attributes go with them: groups of an optimizer that are made by attribute (`no_weight_decay`) would
-be others, without a word. It asks each module to convert its own parameters, by a method that is
-looked up on the object; so each module that has parameters at rest gets one.
+To convert a `DTensor`, torch swaps its contents with those of a new `DTensor`, and the Python
+attributes of the old one are lost. If an optimizer's groups are made by attribute
+(`no_weight_decay`), they would silently change. torch calls a method of each module to convert the
+module's own parameters, and looks this method up on the object. So each module that has at-rest
+parameters gets such a method.
 """
 
 from __future__ import annotations

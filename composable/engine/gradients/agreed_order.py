@@ -1,4 +1,4 @@
-"""What all ranks have alike about the order in which gradients are reduced, below one root."""
+"""The agreement of all ranks on the order in which gradients are reduced, below one root."""
 
 from __future__ import annotations
 

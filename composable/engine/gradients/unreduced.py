@@ -1,7 +1,7 @@
 """`no_sync`: gradients that wait on their rank until they are reduced.
 
-What backwards under `no_sync` leave *is* the gradient of the at-rest parameter, in one of three
-forms. So users see it, `zero_grad` clears it, and there is no other copy.
+The gradient that backwards under `no_sync` accumulate *is* the `.grad` of the at-rest parameter, in
+one of three forms. So users see it, `zero_grad` clears it, and there is no other copy.
 
 | parameter at rest             | its gradient until it is reduced                                |
 |-------------------------------|-----------------------------------------------------------------|
@@ -10,10 +10,11 @@ forms. So users see it, `zero_grad` clears it, and there is no other copy.
 | `no_sync(level="replicate")`  | `Partial` over the replicate dimension                          |
 | the user's own, `replicate`   | this rank's whole gradient, as it is; a mark says so            |
 
-A `Partial` of a mean reads as what would land if it were reduced now.
+The `full_tensor()` of a `Partial` mean is the gradient that would land if it were reduced now.
 
-What waits has the wider of the gradient and the reduce dtype, as in FSDP2: of bfloat16 parameters
-that are reduced in float32, a sum of many backwards in bfloat16 would stop growing.
+An accumulated gradient has the wider of the gradient dtype and the reduce dtype, as in FSDP2. If
+parameters are in bfloat16 and reduced in float32, a sum of many backwards in bfloat16 would stop
+growing.
 """
 
 from __future__ import annotations

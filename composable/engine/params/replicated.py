@@ -1,4 +1,4 @@
-"""Parameters that rest whole, in their users' own memory."""
+"""Parameters that are whole at rest, in the users' own memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that rest as shards: `DTensor`s over a buffer of the group's."""
+"""Parameters that are sharded at rest: `DTensor`s over the group's shard buffer."""
 
 from __future__ import annotations
 

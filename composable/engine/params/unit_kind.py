@@ -1,4 +1,4 @@
-"""How the parameters of a unit lie over the ranks."""
+"""How the parameters of a unit are distributed over the ranks."""
 
 from __future__ import annotations
 

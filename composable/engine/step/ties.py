@@ -1,5 +1,5 @@
-"""Parameters that users tie after the annotation, as libraries do that load weights into a model
-which is sharded on the meta device.
+"""Parameters that are tied after the annotation. Libraries do this when they load weights into a
+model that was sharded on the meta device.
 """
 
 from __future__ import annotations
