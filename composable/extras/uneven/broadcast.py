@@ -1,7 +1,7 @@
-"""How a rank that has data tells ranks without data which visits of units it makes (`join`).
+"""How a rank with data sends ranks without data the visits of units that it makes (`join`).
 
-An observer is notified of these visits while a scope is open. A rank without data is driven by
-what it receives (`engine/step/driver.py`).
+While a scope is open, an observer is notified of these visits and sends them. A rank without data
+makes the visits that it receives (`engine/step/driver.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients of parameters, in the messages in which they are about to be reduced."""
+"""Look at gradients of parameters in the messages that are about to reduce them."""
 
 from __future__ import annotations
 
