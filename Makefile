@@ -89,9 +89,10 @@ format: $(READY) ## apply the formatting
 # Scripts of users are seldom annotated: what calls of the package get and return is checked in them.
 SCRIPTS := --config-file= --check-untyped-defs --ignore-missing-imports --explicit-package-bases
 
-types: $(READY) ## static types of the package, and of the examples as a user's checker sees them
+types: $(READY) ## static types of the package; examples and pages as a user's checker sees them
 	@$(PY) -m mypy --strict composable
 	@$(PY) -m mypy $(SCRIPTS) examples
+	@$(PY) -m docs.programs
 
 layers: $(READY) ## imports go down only
 	@$(VENV)/bin/lint-imports --no-cache

@@ -46,6 +46,7 @@ CHECK: Final = "composable"
 OFF: Final = "composable-off"
 FSDP2: Final = "fsdp2"
 ANNOTATE: Final = "annotate"
+BYTES: Final = "bytes"  # no time, as all else in a sample is
 CLAIMS: Final[list[Claim]] = [(OFF, FSDP2, 1.3), (CHECK, FSDP2, 1.8)]
 IMPORT: Final = """
 import sys, time, torch, torch.distributed.fsdp, torch.distributed.tensor
@@ -125,6 +126,7 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
             torch.manual_seed(options.seed)
             with device:
                 model = GPT(layers=layers, width=width, heads=2, context=options.context)
+            sample[f"{name}, {BYTES}"] = sum(each.nbytes for each in model.parameters())
             folder = Path(options.folder) / f"{contender}-{name}"
             life = life_of(contender, model, options.context, folder)
             sample |= {f"{name}, {part}": seconds for part, seconds in life.items()}
@@ -136,7 +138,8 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
         start = time.perf_counter()
         annotate(contender, model, None)
         sample[f"meta, {ANNOTATE}"] = time.perf_counter() - start
-        return {"step": sum(sample.values()), **sample}
+        took = sum(value for name, value in sample.items() if not name.endswith(BYTES))
+        return {"step": took, **sample}
 
     return measure
 
@@ -163,7 +166,11 @@ def main() -> None:
     with ExitStack() as stack:
         found.folder = stack.enter_context(tempfile.TemporaryDirectory())
         rounds = compete(build, names, found)
-    parts = [name for name in rounds[FSDP2][0] if name not in ("step", "best")]
+    parts = [
+        name
+        for name in rounds[FSDP2][0]
+        if name not in ("step", "best") and not name.endswith(BYTES)
+    ]
     rows = []
     for part in parts:
         medians = [spread(series(rounds, name, part))["median"] for name in names]
@@ -175,6 +182,10 @@ def main() -> None:
         if part.endswith(ANNOTATE):
             text, data[part] = compared(rounds, CLAIMS, metric=part)
             tables.append(text)
+    first, second = (series(rounds, name, f"large, {ANNOTATE}") for name in (CHECK, OFF))
+    beyond = statistics.median(a - b for a, b in zip(first, second, strict=True))
+    price = beyond / rounds[CHECK][0][f"large, {BYTES}"] * 1e9
+    tables.append(f"The comparison of all values takes {price:.2f} s per GB of parameters.")
     seconds, number = imported(found.rounds)
     tables.append(
         f"`import composable` after torch: {seconds * 1e3:.0f} ms of the processor, {number}"
@@ -198,6 +209,7 @@ def main() -> None:
         tables=tables,
         data={
             "ratios": data,
+            "seconds_per_gb": price,
             "import_seconds": seconds,
             "import_modules": number,
             "rounds": rounded(rounds),
