@@ -7,7 +7,7 @@
 | replicated units next to shards | where backward leaves the next unit with shards, used or not |
 | a unit with a gradient after it was left, or without being entered | at the end: `remaining` |
 | a replicated unit with tied weights, or without a later sharded unit | at the end, used or not |
-| units with accumulated gradients (`no_sync`) | at the end of the next backward outside, or `launch_held` |
+| units with accumulated gradients | at the end of the next reducing backward, or `launch_held` |
 | replicated units below a root without shards | all in each backward, by arrival: `arrival.py` |
 
 A sharded unit that no backward came to is not launched: backward must come to it on all ranks or
