@@ -1,14 +1,14 @@
-"""`checked`: the arguments of a public function are compared with its annotations.
+"""`checked` compares the arguments of a public function with its type annotations.
 
-An argument of another kind, or out of its range, is an `ArgumentError` before anything runs: it
-names the function, the argument, what it takes and what it was given. Annotations are all that is
-read, so that a type checker and the function refuse the same calls: `Literal` names the strings
-that are taken, and `Takes` adds what a type cannot say, as in `PositiveInt`.
+If an argument has a wrong type or is out of range, an `ArgumentError` is raised before anything
+runs. It names the function, the argument, what the argument accepts, and the value that was passed.
+Only annotations are read, so a type checker and the function refuse the same calls. `Literal` lists
+the accepted strings, and `Takes` adds conditions that a type cannot express, as in `PositiveInt`.
 
-What is read of annotations: classes, unions, `None`, `Literal`, `Annotated` with a `Takes`,
-`Callable`, `type[...]`, and the containers of `collections.abc`. Members are looked at in lists
-and tuples only: an iterator can be read once, and lists of parameters are long. `Any`, and what a
-protocol asks for, is not checked.
+These annotations are checked: classes, unions, `None`, `Literal`, `Annotated` with a `Takes`,
+`Callable`, `type[...]`, and the containers of `collections.abc`. Members are checked only in lists
+and tuples, because an iterator can be read only once, and lists of parameters are long. `Any` and
+the methods of a protocol are not checked.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""What torch.compile must not trace, and what it put around a module.
+"""Mark functions that torch.compile must not trace, and find the module inside a compiled wrapper.
 
-The only use of torch's private parts for that. All of them exist in torch 2.11.0, 2.13.0 and
-2.14.1.
+Private parts of torch.compile are used only in this file. All of them exist in torch 2.11.0, 2.13.0
+and 2.14.1.
 
 Note [Between graphs]
-Our callbacks move memory, count and talk to other ranks: they run as they are, between compiled
-graphs. Dynamo, which traces Python for torch.compile, meets a function in two ways. It finds a call
-of it while it traces the caller: then an attribute of the function decides. Or code that is not
-traced calls it, and the interpreter asks Dynamo before it runs the frame: then a mark on the
-function's code decides, for the frame and for those below it. `torch.compiler.disable` sets the
-attribute and makes a wrapper in place of the mark. Wrappers cost every call of a model that nobody
-compiles 0.8 us, and import Dynamo, which takes a second, when they are made. Marks cost nothing.
+Our callbacks move memory, count and communicate with other ranks. They must run uncompiled, between
+compiled graphs. Dynamo, which traces Python for torch.compile, meets a function in two ways. If it
+finds a call of the function while it traces the caller, an attribute of the function decides. If
+untraced code calls the function, the interpreter asks Dynamo before it runs the frame; a mark on
+the function's code then decides, for this frame and the frames below it. `torch.compiler.disable`
+sets the attribute, but uses a wrapper instead of the mark. A wrapper costs 0.8 us in every call,
+also in models that are not compiled, and creating it imports Dynamo, which takes a second. Marks
+cost nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How public names and arguments go: they warn for two minor versions (docs/policy.md).
+"""Deprecation of public names and arguments: they warn for two minor versions (docs/policy.md).
 
-A function or class that goes is decorated with `typing_extensions.deprecated`, which warns and is
-seen by type checkers. An argument that was renamed is taken under both names with
-`renamed_argument`.
+Decorate a deprecated function or class with `typing_extensions.deprecated`, which warns and which
+type checkers know. With `renamed_argument`, a function accepts the old and the new name of an
+argument.
 """
 
 from __future__ import annotations

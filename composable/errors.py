@@ -1,7 +1,7 @@
-"""What can go wrong, by name and by whose fault it is; knows no torch and decides nothing.
+"""The classes of errors, by cause. This file does not import torch.
 
 Every error of the package is a `ComposableError`, and also the built-in exception that a caller
-would expect: a refused annotation is a `ValueError`, trouble while running is a `RuntimeError`.
+would expect: an error at annotation is a `ValueError`, an error while running is a `RuntimeError`.
 """
 
 from __future__ import annotations

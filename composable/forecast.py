@@ -1,4 +1,4 @@
-"""Will it fit, what is sent, how long does a step take: answered without the devices."""
+"""Predict, without the devices, whether a model fits, what is sent, and how long a step takes."""
 
 from composable.extras.forecast.devices import DEVICES, Device, calibrate
 from composable.extras.forecast.forecast import forecast

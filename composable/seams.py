@@ -1,9 +1,9 @@
-"""What extras may use of what lies between the ground and them: these names, and no others.
+"""The names of the engine and the front that extras may use. They may use no others.
 
-An extra adds a capability that the core does not know. Besides this file it imports the ground
-(`comm`, `memory`, `contract`, ...) and what users have, from `composable`. An extra may
-read the attributes, and call the methods, that the protocols list; mypy checks its code by them. It
-is notified of launches and waits by `observe_launches` of `composable.comm`, with the `Launch`.
+An extra adds a capability that the core does not know. Besides this file, it imports the ground
+(`comm`, `memory`, `contract`, ...) and the public names of `composable`. An extra may read the
+attributes and call the methods that the protocols list; mypy checks its code against them.
+`observe_launches` of `composable.comm` notifies an extra of launches and waits, with the `Launch`.
 
 | name                         | does, or is                                                       |
 |------------------------------|-------------------------------------------------------------------|
@@ -45,13 +45,13 @@ is notified of launches and waits by `observe_launches` of `composable.comm`, wi
 | `offloading_from_host`       | a simulated machine offloads tensors of the host, too             |
 | `give_memory`                | gives what is on the meta device memory, without values           |
 
-Collective, so that all ranks call them alike: what is `checked_on_all_ranks`, `written` (if a scope
-keeps a unit), `unscale_gradients`, `Group.unshard`, and of what `driver_of` makes all but `reset`,
-which waits for what was launched. `called`, `values_exchanged` and `lose_step`, and `units_in` with
-a caller, notify observers, for which all ranks call them too. The others send nothing.
+These are collective, so all ranks must call them alike: functions that are `checked_on_all_ranks`,
+`written` (if a scope keeps a unit), `unscale_gradients`, `Group.unshard`, and all methods of what
+`driver_of` returns, except `reset`, which waits for what was launched. `called`, `values_exchanged`, `lose_step`, and `units_in` with a
+caller, notify observers, so all ranks must call these, too. The others send nothing.
 
-An observer that raises ends the forward, backward or call of which it is notified, with its error;
-observers after it are not notified. As other errors in a step do, it must raise on all ranks.
+If an observer raises an error, the error ends the forward, backward or call that it was notified
+of, and later observers are not notified. Like any error in a step, it must be raised on all ranks.
 `raises`, `loses` and `interrupted` are called while a step is given up, and must not raise.
 """
 

@@ -1,8 +1,7 @@
-"""Every use of a part of torch that is not public, except those of torch.compile
-(`composable/compilation.py`).
+"""All uses of private parts of torch, except those of torch.compile (`composable/compilation.py`).
 
-Each name says why the public interface does not do. All of them exist in torch 2.11.0, 2.13.0 and
-2.14.1, except where a fallback says that one does not.
+The text at each name says why torch's public interface is not enough. All of them exist in torch
+2.11.0, 2.13.0 and 2.14.1, except where a fallback says that one does not.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(48) for _ in range(4)), nn.Linear(48, 4))
-    fully_shard(model, policy={Block})  # frozen parameters of a unit are known as such
+    fully_shard(model, policy={Block})  # units may mix frozen and trained parameters
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
 

@@ -1,5 +1,5 @@
-"""Fine-tune weights of a folder, read shard by shard, and write a folder again; needs `pip install
-transformers safetensors`.
+"""Fine-tune a model: each rank reads its shards from a folder of safetensors, and the result is
+written as such a folder; needs `pip install transformers safetensors`.
 
 torchrun --standalone --nproc-per-node=2 examples/finetune.py
 """
@@ -16,7 +16,7 @@ from composable import checkpoint, describe, export, fully_shard, load
 
 
 def write_folder(folder):
-    """What a model hub has; nothing is downloaded here."""
+    """Write the files that a model hub would have; this example downloads nothing."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=64,
@@ -30,13 +30,13 @@ def write_folder(folder):
 
 def words_of(rows):
     start = torch.randint(0, 256, (rows, 1))
-    return (start + torch.arange(24)) % 256  # counting is what it is to learn
+    return (start + torch.arange(24)) % 256  # the task: count up
 
 
 def main(folder):
     dist.init_process_group("gloo")
     where = [folder]
-    dist.broadcast_object_list(where)  # that of rank 0
+    dist.broadcast_object_list(where)  # all ranks use rank 0's folder
     pretrained, tuned = Path(where[0]) / "pretrained", Path(where[0]) / "tuned"
     if dist.get_rank() == 0:
         write_folder(pretrained)
@@ -63,7 +63,7 @@ def main(folder):
             print(f"step {step + 1:2}: loss {mean.item() / dist.get_world_size():.3f}")
 
     export(model, tuned)
-    alone = AutoModelForCausalLM.from_pretrained(tuned)  # as any other program reads it
+    alone = AutoModelForCausalLM.from_pretrained(tuned)  # as another program would read it
     words = words_of(2)
     with torch.no_grad():
         same = torch.equal(model(input_ids=words).logits, alone(input_ids=words).logits)

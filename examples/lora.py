@@ -22,7 +22,7 @@ except ImportError:
 
 
 def make_model():
-    """Your own: `from_pretrained` in place of a configuration."""
+    """Build the model. In your program, call `from_pretrained` instead."""
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=32,
@@ -38,7 +38,7 @@ def make_model():
         modules_to_save=["lm_head"],
     )
     with warnings.catch_warnings():
-        # peft asks transformers by a name that is going away
+        # peft uses a deprecated name of transformers
         warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(LlamaForCausalLM(config), adapters)
 

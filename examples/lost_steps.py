@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 def batch_of(step):
-    """Vectors to be negated. Of one rank one batch cannot be read, and one has a weight of zero."""
+    """Vectors to negate. Rank 1 fails to read one batch, and all weights of another are zero."""
     x = torch.randn(16, 32)
     weight = torch.ones(16, 1)
     if dist.get_rank() == 1 and step == 12:
@@ -52,7 +52,7 @@ def main():
         else:
             try:
                 optimizer.step()
-            except NonFiniteError:  # raised before it steps, on all ranks; `watch` has said where
+            except NonFiniteError:  # raised on all ranks before the step; `watch` has printed where
                 say(f"step {step} is left out")
         optimizer.zero_grad()
         if step % 10 == 9:

@@ -33,7 +33,7 @@ def main():
     torch.manual_seed(1 + dist.get_rank())
     for step in range(12):
         start = torch.randint(0, 256, (8, 1))
-        words = (start + torch.arange(24)) % 256  # counting is what it is to learn
+        words = (start + torch.arange(24)) % 256  # the task: count up
         loss = model(input_ids=words, labels=words).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -27,7 +27,7 @@ def main():
     torch.manual_seed(0)
     model = Tagger()
     replicate(model.embedding)  # small and read often: every rank keeps all of it
-    # a unit of its own, with the flat weights that cuDNN wants kept in order
+    # a unit of its own; the module's list of weights for cuDNN is updated, too
     fully_shard(model.lstm)
     fully_shard(model)  # what is left: the head
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from composable import fully_shard
 
-BATCH = 24  # rows of all ranks together, so that the run does not depend on their number
+BATCH = 24  # rows over all ranks, so the number of ranks does not change the result
 
 
 def batch_of(step, rank, ranks):
@@ -36,7 +36,7 @@ def main(folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     step, counter = 0, {"step": torch.zeros((), dtype=torch.int64)}
-    # written last: without it a checkpoint is not whole
+    # .metadata is written last: a checkpoint without it is incomplete
     whole = sorted(path.parent for path in folder.glob("*/.metadata"))
     if whole:
         weights, state = get_state_dict(model, optimizer)
@@ -51,7 +51,7 @@ def main(folder):
     for number in range(step, step + 10):
         rows = batch_of(number, rank, ranks)
         loss = (model(rows) - rows.sum(dim=1, keepdim=True)).square().mean()
-        # the mean over ranks, which is that over the batch if all of them have as many rows
+        # gradients are means over ranks: the batch's mean, as all ranks have equally many rows
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -66,7 +66,7 @@ def main(folder):
         {"model": weights, "optimizer": state, "counter": counter},
         checkpoint_id=folder / f"step{step + 10:06}",
     )
-    dist.barrier()  # all ranks have written before one leaves
+    dist.barrier()  # wait until all ranks have written
     dist.destroy_process_group()
 
 

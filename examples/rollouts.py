@@ -26,7 +26,7 @@ def part_of(shape, mesh, placements, rank):
     part = [(0, size) for size in shape]
     place = (mesh == rank).nonzero()[0].tolist()
     cuts = list(zip(place, mesh.shape, placements, strict=True))
-    # fully_shard over tensor parallel is _StridedShard: it cuts what the other has left
+    # fully_shard over tensor parallel gives _StridedShard, which cuts what the others leave
     for index, ranks, placement in sorted(cuts, key=lambda cut: type(cut[2]) is not Shard):
         if placement.is_replicate():
             continue
@@ -52,7 +52,7 @@ def messages(held, wanted):
     """Who sends whom what, as (from, to, part): the same list on all ranks."""
     found = []
     for to, want in wanted.items():
-        holders: dict = {}  # replicas have the same part: one of them sends it
+        holders: dict = {}  # by part: replicas hold the same part, and one of them sends it
         for rank, part in held.items():
             holders.setdefault(tuple(part), []).append(rank)
         for part, ranks in holders.items():
@@ -76,7 +76,7 @@ def cut(tensor, origin, part):
 def transfer(source, target, trainers, receivers):
     """Copy all parameters. A rank that has only one of the two models passes None for the other."""
     rank = dist.get_rank()
-    # each side tells the other once what its ranks hold; keep it if layouts do not change
+    # each side sends its layout to the other; keep `layouts` if they do not change
     layouts = []
     for model, group in ((source, trainers), (target, receivers)):
         layout = [model and {n: parts_in(p, group) for n, p in model.named_parameters()}]

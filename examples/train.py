@@ -29,12 +29,12 @@ class Block(nn.Module):
 
 def main():
     dist.init_process_group("gloo")
-    # the same weights everywhere: fully_shard compares them and names the first that differs
+    # the same weights on all ranks: fully_shard raises an error if some differ
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(256, 64), *(Block(64) for _ in range(4)), nn.Linear(64, 256))
 
     checkpoint(model, policy={Block})  # forget activations, recompute them in backward
-    fully_shard(model, policy={Block})  # each block a unit; the rest belongs to the model itself
+    fully_shard(model, policy={Block})  # each block is a unit; the model is the unit of the rest
     # after fully_shard: it holds the sharded parameters
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -42,7 +42,7 @@ def main():
     for step in range(20):
         idx = torch.randint(0, 256, (8, 32))
         loss = nn.functional.cross_entropy(model(idx).transpose(1, 2), (idx + 1) % 256)
-        loss.backward()  # gradients arrive as means over all ranks
+        loss.backward()  # gradients are means over all ranks
         norm = clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -50,13 +50,13 @@ def main():
             said = f"norm of the gradients {norm.item():.3f}"
             print(f"step {step + 1:2}: loss {loss.item():.3f}, {said}")
 
-    with tempfile.TemporaryDirectory() as folder:  # a real run takes a folder that all ranks see
+    with tempfile.TemporaryDirectory() as folder:  # a real run needs a folder that all ranks see
         folders = [folder]
         dist.broadcast_object_list(folders)
         weights, state = get_state_dict(model, optimizer)
         # every rank writes its shards
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folders[0])
-        # also into another number of ranks
+        # also works with another number of ranks
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folders[0])
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         dist.barrier()

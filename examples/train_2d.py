@@ -1,4 +1,4 @@
-"""Train with tensor-parallel and data-parallel ranks, stop, and go on with other numbers of both:
+"""Train with tensor-parallel and data-parallel ranks, stop, and go on with other sizes of both:
 run it several times.
 
 torchrun --standalone --nproc-per-node=4 examples/train_2d.py --tp 2
@@ -42,7 +42,7 @@ class Block(nn.Module):
 def make_model(mesh):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), Block(32), Block(32), nn.Linear(32, 1))
-    for block in (model[1], model[2]):  # first tensor parallel, then shards of what is left
+    for block in (model[1], model[2]):  # first tensor parallel, then fully_shard shards each part
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["dp"], policy={Block})
 
@@ -55,7 +55,7 @@ def main(folder, tp, steps):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     step, counter = 0, {"step": torch.zeros((), dtype=torch.int64)}
-    # written last: without it a checkpoint is not whole
+    # .metadata is written last: a checkpoint without it is incomplete
     whole = sorted(path.parent for path in folder.glob("*/.metadata"))
     if whole:
         weights, state = get_state_dict(model, optimizer)
@@ -89,7 +89,7 @@ def main(folder, tp, steps):
         {"model": weights, "optimizer": state, "counter": counter},
         checkpoint_id=folder / f"step{step + steps:06}",
     )
-    dist.barrier()  # all ranks have written before one leaves
+    dist.barrier()  # wait until all ranks have written
     dist.destroy_process_group()
 
 

@@ -1,5 +1,5 @@
-"""Train by the Trainer of transformers from weights of a folder, which no rank has whole; needs
-`pip install transformers accelerate safetensors`.
+"""Train with the Trainer of transformers from a folder of weights, without the whole model on any
+rank; needs `pip install transformers accelerate safetensors`.
 
 torchrun --standalone --nproc-per-node=2 examples/trainer.py
 """
@@ -25,7 +25,7 @@ from composable.fsdp2 import install
 
 
 def write_folder(folder):
-    """What a model hub has; nothing is downloaded here."""
+    """Write the files that a model hub would have; this example downloads nothing."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=64,
@@ -44,10 +44,10 @@ class PrintLoss(TrainerCallback):
 
 
 def main(folder):
-    install(cpu=True)  # the Trainer shards by composable, where there are no accelerators, too
+    install(cpu=True)  # the Trainer shards with composable, also on CPUs
     args = TrainingArguments(  # makes the process group
         output_dir=folder,
-        fsdp=True,  # type: ignore[arg-type]  # its annotation is older than it
+        fsdp=True,  # type: ignore[arg-type]  # the annotation does not have bool yet
         per_device_train_batch_size=8,
         learning_rate=5e-3,
         max_steps=24,
@@ -58,14 +58,14 @@ def main(folder):
         ddp_backend="gloo",
     )
     where = [folder]
-    dist.broadcast_object_list(where)  # that of rank 0
+    dist.broadcast_object_list(where)  # all ranks use rank 0's folder
     args.output_dir = where[0]
     pretrained, tuned = Path(where[0]) / "pretrained", Path(where[0]) / "tuned"
     if dist.get_rank() == 0:
         write_folder(pretrained)
     dist.barrier()
 
-    model = AutoModelForCausalLM.from_pretrained(pretrained, device_map="meta")  # no memory
+    model = AutoModelForCausalLM.from_pretrained(pretrained, device_map="meta")  # no memory yet
     fully_shard(model, policy={LlamaDecoderLayer})
     load(model, pretrained)  # each rank reads its shards
 
@@ -73,11 +73,11 @@ def main(folder):
     dataset = [{"input_ids": row, "labels": row} for row in (start + torch.arange(24)) % 256]
     trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[PrintLoss()])
     trainer.remove_callback(PrinterCallback)
-    trainer.train()  # it takes a model that is sharded already as it is
+    trainer.train()  # the Trainer does not shard a sharded model again
 
     trainer.save_model(str(tuned))
     dist.barrier()
-    alone = AutoModelForCausalLM.from_pretrained(tuned)  # as any other program reads it
+    alone = AutoModelForCausalLM.from_pretrained(tuned)  # as another program would read it
     words = dataset[0]["input_ids"][None]
     with torch.no_grad():
         model.eval()

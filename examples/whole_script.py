@@ -1,5 +1,5 @@
 """A whole training script: data, bf16, accumulation, clipping, a schedule, evaluation, checkpoints
-from which any number of ranks go on, export.
+that any number of ranks can resume from, export.
 
 torchrun --standalone --nproc-per-node=2 examples/whole_script.py --out runs/whole
 """
@@ -30,9 +30,9 @@ from composable import (
 )
 
 SEED = 0
-ROWS = 24  # in a step, of all ranks and micro-batches together: the same for any number of ranks
-ACCUMULATE = 2  # micro-batches in a step
-LOG, SAVE = 2, 6  # every so many steps
+ROWS = 24  # per step, over all ranks and micro-batches: the same for any number of ranks
+ACCUMULATE = 2  # micro-batches per step
+LOG, SAVE = 2, 6  # log every 2 steps, save every 6
 TOKENS = 64
 
 
@@ -56,7 +56,7 @@ def make_model(dropout):
 
 
 def make_data(rows, seed):
-    """Rows of tokens, each of which follows from the one before."""
+    """Rows of tokens. Each token follows from the one before it."""
     tokens = [torch.randint(0, TOKENS, (rows,), generator=torch.Generator().manual_seed(seed))]
     for _ in range(16):
         tokens.append((5 * tokens[-1] + 3) % TOKENS)
@@ -72,7 +72,7 @@ def loss_of(model, words):
 
 
 def start():
-    """Join the other ranks; returns the device of this one."""
+    """Join the process group, and return this rank's device."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -88,7 +88,7 @@ def say(*what):
 
 
 class Sampler(DistributedSampler):
-    """This rank's share of a shuffled epoch, from the row `first` on, counted over all ranks."""
+    """This rank's share of a shuffled epoch, without the first `first` rows of all ranks."""
 
     first = 0
 
@@ -97,7 +97,7 @@ class Sampler(DistributedSampler):
 
 
 def steps_from(progress, loader):
-    """The micro-batches of one step after another, from where `progress` is."""
+    """Yield the micro-batches of each step, from the row on that `progress` has reached."""
     while True:
         loader.sampler.set_epoch(progress["epoch"])
         loader.sampler.first = progress["rows"]
@@ -122,7 +122,7 @@ def evaluate(model, loader, device):
     """The mean loss over the rows of all ranks."""
     model.eval()
     total = torch.zeros(2, device=device)
-    for (words,) in loader:  # equally many on all ranks: each forward gathers parameters
+    for (words,) in loader:  # all ranks have the same number: each forward gathers parameters
         words = words.to(device, non_blocking=True)
         total += torch.stack([loss_of(model, words) * len(words), total.new_tensor(len(words))])
     model.train()
@@ -148,7 +148,7 @@ def set_random_state(state):
 
 
 def state_of(model, optimizer, schedule, progress):
-    """What a checkpoint has: tensors as shards, and the random state of each rank by its name."""
+    """Return what a checkpoint stores. Each rank adds its shards, and its own random state."""
     weights, states = get_state_dict(model, optimizer)
     return {
         "model": weights,
@@ -160,7 +160,7 @@ def state_of(model, optimizer, schedule, progress):
 
 
 def save(folder, state):
-    """Write a checkpoint; it has its name when it is whole. The last two are kept."""
+    """Write a checkpoint, under its final name once it is complete. The last two are kept."""
     step = state["progress"]["step"]
     partial = folder / f"partial-{step:06}"
     dcp.save(state, checkpoint_id=partial)
@@ -172,7 +172,7 @@ def save(folder, state):
 
 
 def resume(folder, model, optimizer, schedule, progress):
-    """Load the last checkpoint, if there is one, with as many ranks as there are now."""
+    """Load the last checkpoint, if there is one. The number of ranks may have changed since."""
     found = [max(folder.glob("step-*"), default=None)]
     dist.broadcast_object_list(found)  # all ranks load what rank 0 sees
     if found[0] is None:
@@ -193,7 +193,7 @@ def resume(folder, model, optimizer, schedule, progress):
     progress["ranks"] = ranks
     if same_ranks:
         set_random_state(state[mine])
-    else:  # there is no state for each rank: numbers that no rank has drawn before
+    else:  # the saved states are for other ranks: seed with numbers that no rank has used yet
         torch.manual_seed(SEED + 1 + dist.get_rank() + 100_000 * progress["step"])
 
 
@@ -220,23 +220,23 @@ def main(options):
         sampler=Sampler(data, seed=SEED, drop_last=True),
         drop_last=True,
         pin_memory=device.type == "cuda",
-        # an iterator draws a seed for its workers: not from the numbers that dropout draws from
+        # a generator of its own: the loader's seeds would otherwise change dropout's numbers
         generator=torch.Generator().manual_seed(SEED),
     )
     share: DistributedSampler = DistributedSampler(held_out, shuffle=False, drop_last=True)
     evaluated = DataLoader(held_out, batch_size=12, sampler=share)
 
-    torch.manual_seed(SEED + 1 + rank)  # other dropout on each rank
+    torch.manual_seed(SEED + 1 + rank)  # different dropout on each rank
     progress = {"step": 0, "epoch": 0, "rows": 0, "ranks": ranks}
     options.out.mkdir(parents=True, exist_ok=True)
     resume(options.out, model, optimizer, schedule, progress)
 
-    total = torch.zeros((), device=device)  # of the loss; the host does not wait for it
+    total = torch.zeros((), device=device)  # sum of losses, on the device: no wait per step
     steps = steps_from(progress, loader)
     for step in range(progress["step"], options.steps):
         for number, (words,) in enumerate(next(steps), start=1):
             words = words.to(device, non_blocking=True)
-            with no_sync(model, enabled=number < ACCUMULATE):  # gradients travel once in a step
+            with no_sync(model, enabled=number < ACCUMULATE):  # gradients are reduced once per step
                 loss = loss_of(model, words) / ACCUMULATE
                 loss.backward()
             total += loss.detach()
@@ -248,7 +248,7 @@ def main(options):
         progress["step"] = step + 1
 
         if progress["step"] % LOG == 0:
-            dist.all_reduce(total)  # each rank has the loss of its own rows
+            dist.all_reduce(total)  # each rank has summed the losses of its own rows
             mean = total.item() / LOG / ranks
             total.zero_()
             said = f"loss {mean:.4f}, norm {norm.item():.3f}, learning rate {rate:.5f}"
@@ -259,10 +259,10 @@ def main(options):
 
     exported = options.out / "exported"
     if rank == 0:
-        shutil.rmtree(exported, ignore_errors=True)  # of a run before this one
+        shutil.rmtree(exported, ignore_errors=True)  # left by an earlier run
     dist.barrier()
-    export(model, exported)  # safetensors, as a model hub has them
-    whole = full_state_dict(model)  # on rank 0, for whoever wants one file of torch's
+    export(model, exported)  # safetensors, in the format of model hubs
+    whole = full_state_dict(model)  # on rank 0: whole tensors, to save as one file with torch
     if rank == 0:
         torch.save(whole, options.out / "model.pt")
     dist.barrier()

@@ -1,8 +1,8 @@
-"""Tensor parallel by the plan that a model of transformers has.
+"""Apply the tensor parallel plan of a transformers model.
 
-`from_pretrained(distributed_config=...)` is transformers' own way to it, for all ranks there are.
-Its parts are in `transformers.distributed`, which its guides name, and how a plan is written for
-the layers of one model in a method that is not public. Checked on transformers 5.23.
+transformers itself applies plans in `from_pretrained(distributed_config=...)`, which uses all
+ranks. The parts that are used here are in `transformers.distributed`, which its guides mention. One
+private method turns a plan into one for the layers of a model. Checked on transformers 5.23.
 """
 
 from __future__ import annotations

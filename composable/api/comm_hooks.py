@@ -1,4 +1,4 @@
-"""`register_comm_hook`: a function of the user's reduces gradients in place of the library."""
+"""`register_comm_hook`: let a function of the user reduce gradients instead of the library."""
 
 from __future__ import annotations
 

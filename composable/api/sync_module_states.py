@@ -3,9 +3,9 @@ buffers, and on their values.
 
 Everything is validated first. Then the ranks compare a few numbers, in one collective: whether a
 rank failed, the mode, how many parameters and buffers there are, and digests of names, shapes and
-dtypes, of what the arguments come to, of all values, and of which tensors are on the meta device.
-The cost does not depend on the number of ranks or parameters. Only if the numbers differ do the
-ranks send each other all of it, to name the first difference.
+dtypes, of the checked arguments, of all values, and of which tensors are on the meta device. The
+cost does not depend on the number of ranks or parameters. If the numbers differ, the ranks send
+each other the full lists, and an error names the first difference.
 
 Which collectives a rank runs depends only on numbers that all ranks have, never on its own devices
 or values.

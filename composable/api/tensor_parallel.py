@@ -1,4 +1,4 @@
-"""Tensor-parallel parameters at an annotation: what is asked of the ranks of the user's meshes."""
+"""Tensor-parallel parameters at an annotation: comparisons among the ranks of the user's meshes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""All collectives of the engine. Comms take tensors and a `Launch`, which says what they are for;
-`MeshInfo` holds the comms of a unit.
+"""All collectives of the engine. Comms take tensors and a `Launch`, which says what the collective
+is for. `MeshInfo` holds the comms of a unit.
 
-Not here: collectives of `DTensor`, where whole parameters are asked for and gradients of
-tensor-parallel ones are redistributed, and those in the graphs of compiled autograd
-(features/traced.py).
+Two kinds of collectives are not here. `DTensor` gathers whole parameters for users, and
+redistributes gradients of tensor-parallel parameters. Graphs of compiled autograd have their own
+all-reduces (features/traced.py).
 
 | tensors on           | backend                         | class              |
 |----------------------|---------------------------------|--------------------|
@@ -18,7 +18,7 @@ tensor-parallel ones are redistributed, and those in the graphs of compiled auto
 | `PointToPointComm` | a message per pair of ranks, straight into its place         |
 | `GenericComm`      | the group's own tensor collectives, asynchronous             |
 | `AcceleratorComm`  | the group's own, many in one launch, on streams of their own |
-| `SuppliedComm`     | one message of another one, in memory that somebody supplies |
+| `SuppliedComm`     | those of another comm, in one message and in supplied memory |
 """
 
 from composable.comm.accelerator import AcceleratorComm as AcceleratorComm

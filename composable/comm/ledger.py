@@ -1,6 +1,5 @@
-"""What each rank launched last, by name: for the texts of errors, and for the comparison of ranks
-under COMPOSABLE_DEBUG=1: at each launch among the ranks of one host, and at the end of each
-backward among all.
+"""A record of the last launches of this rank, by name. Errors show it. Under COMPOSABLE_DEBUG=1
+ranks compare it: those of one host at each launch, and all ranks at the end of each backward.
 """
 
 from __future__ import annotations

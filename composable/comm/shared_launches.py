@@ -8,8 +8,8 @@ another, and nothing is sent.
 | a row per rank | its count of launches, and a ring of entries, which it alone writes |
 | an entry | its number, a digest of all launches up to it, and its text |
 
-Equal digests at a launch say that two ranks launched the same up to there, so a rank that has
-fallen behind by more than a ring is compared again when it has come nearer.
+If the digests of two ranks are equal at a launch, both have launched the same up to it. So a rank
+that is more than a ring behind can be compared again once it is closer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `doctor` command: what a bug report should say about the place where a program runs.
+"""The `doctor` command: print what a bug report should say about the machine and its packages.
 
 It starts nothing and imports nothing but torch: packages are looked up, not loaded.
 """

@@ -1,8 +1,9 @@
-"""Parameters that are tensor parallel: `DTensor`s of the user's, on other dimensions of the mesh,
-or plain tensors of which `declare_part` says that they are one rank's part of a whole.
+"""Tensor-parallel parameters: the user's `DTensor`s over other dimensions of the mesh, or plain
+tensors that `declare_part` has declared as one rank's part of a whole.
 
-The local tensor of such a parameter is of one shape along the data-parallel dimensions, so that a
-unit shards, gathers and reduces it as it does a plain parameter. What is around it:
+The local tensor of such a parameter has the same shape on all data-parallel ranks, so a unit
+shards, gathers and reduces it like a plain parameter. Around the local tensor there are these
+`DTensor`s:
 
 | | mesh | placements |
 |---|---|---|
@@ -11,13 +12,14 @@ unit shards, gathers and reduces it as it does a plain parameter. What is around
 | gradient as autograd leaves it | tp | any; redistributed to the user's |
 | gradient accumulated under `no_sync` | (tp, dp) | the user's, then `Partial` |
 
-The user's mesh may have the data-parallel dimensions, too, along which parameters are `Replicate`
-before the annotation (`dp_mesh_dims`). Modules compute with them as they were given, and their
-gradients are `Partial` there; at rest nothing differs.
+The user's mesh may also contain the data-parallel dimensions (`dp_mesh_dims`). Before the
+annotation, parameters are `Replicate` along them. Modules compute with the user's `DTensor`s, whose
+gradients are `Partial` along these dimensions. The at-rest form is the same as above.
 
-A DTensor applies its placements from left to right, so shards of local tensors are exact with tp
-first: plain `Shard`, also where both cut one dimension. Declared parts are plain tensors while
-modules compute, and so are their gradients; all else is as for a `DTensor`.
+A DTensor applies its placements from left to right. With tp first, shards of local tensors are
+therefore plain `Shard`s, even if both meshes cut the same dimension. Declared parts and their
+gradients are plain tensors while modules compute. In all other respects they are handled like
+`DTensor`s.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Parameters that are gathered in a form of their own: FSDP2's extension protocol.
 
-A tensor with two methods says what of its shard is sent, and makes the whole of what came, in fewer
-bytes than the parameter has (fp8 of torchao, 4-bit `NF4Tensor`) or in another form:
+A tensor class with two methods chooses what is sent of a shard, and builds the whole parameter from
+what arrives. It may send fewer bytes than the parameter has (fp8 of torchao, 4-bit `NF4Tensor`), or
+another form:
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (whole, inner tensors)
 
-A third one may say that the whole needs nothing of the outputs, so that their memory goes as soon
-as it is filled (MXFP8 weights; pytorch/pytorch#194114):
+A third method may say that the whole parameter does not use the memory of the outputs, so this
+memory is freed as soon as the whole is filled (MXFP8 weights; pytorch/pytorch#194114):
 
     fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool
 
@@ -18,9 +19,10 @@ as it is filled (MXFP8 weights; pytorch/pytorch#194114):
 | gathered | an `ElasticBuffer` per tensor |
 | compute | a parameter around the whole that `fsdp_post_all_gather` returned; it is made once |
 
-The whole is asked for once when the group is built, with undefined contents, and by `out=` after
-each gather: modules, hooks and autograd know one compute parameter as long as the group lives.
-Gradients are plain tensors and are reduced as all others.
+When the group is built, the second method makes the whole parameter once, with undefined values.
+After each gather it fills this parameter again (`out=`), so modules, hooks and autograd see one
+compute parameter as long as the group exists. Gradients are plain tensors and are reduced like all
+others.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ divisions.
 (1) This rank keeps its shards of what the hook returns.
 (2) They are means over the shard dimension.
 
-So hooks written for an all-reduce work for shards as well, at the bytes of an all-reduce, and see
-gradients in the shapes of their parameters, which PowerSGD needs. The flags of unused parameters
-travel in a small all-reduce of their own, after the hook.
+So hooks that were written for an all-reduce also work for shards, but send the bytes of an
+all-reduce. They see gradients in the shapes of their parameters, which PowerSGD needs. The flags of
+unused parameters are sent in a small all-reduce of their own, after the hook.
 
-On an accelerator the hook is waited for where the collective would be. On a host it is waited for
-at once: a hook that launches a second collective when its first is complete does so on a thread of
-the backend, in another order on each rank.
+On an accelerator, the engine waits for the hook where it would wait for the collective. On a host
+it waits at once. Otherwise, if a hook launches a second collective when its first is complete, it
+would do so on a thread of the backend, in another order on each rank.
 """
 
 from __future__ import annotations

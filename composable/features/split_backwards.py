@@ -1,15 +1,16 @@
-"""Pipelines that split backwards into those of inputs and of weights (zero-bubble schedules).
+"""Pipelines that split each backward into one for inputs and one for weights (zero-bubble
+schedules).
 
-They take gradients of weights by `torch.autograd.grad`, for what `parameters()` gives, and assign
-`.grad` themselves; no hook tells of it. In place of hooks, the stages say when gradients are
-accumulated and when they are reduced (`composable.fsdp2`):
+Such a schedule computes gradients of weights with `torch.autograd.grad`, for the tensors that
+`parameters()` returns, and assigns `.grad` itself. No hook is called. Instead, the stages call
+methods that say when gradients are accumulated and when they are reduced (`composable.fsdp2`):
 
 | a stage asks | `hold` or `end` |
 |---|---|
 | to accumulate, before each of these backwards | `hold`: modules show compute parameters; what was assigned since the last call is accumulated |
 | to reduce, or `reduce_gradients` is called | `end`: what was assigned is accumulated, modules hold at-rest parameters |
 
-A lost step ends it, too: the reason `BY_HAND` is one of the step's.
+A lost step also ends this state, because the reason `BY_HAND` belongs to the step.
 """  # noqa: E501
 
 from __future__ import annotations

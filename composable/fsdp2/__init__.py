@@ -1,7 +1,8 @@
 """FSDP2's names over composable.
 
-A script that imports them from here, in place of `torch.distributed.fsdp`, runs unchanged; so does
-one that is run after `install()`, or by `python -m composable.fsdp2`.
+A script runs unchanged if it imports these names from here instead of from
+`torch.distributed.fsdp`. It needs no other import if it runs after `install()`, or with `python -m
+composable.fsdp2`.
 """
 
 from torch.distributed import fsdp as _fsdp

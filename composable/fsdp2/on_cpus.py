@@ -1,4 +1,4 @@
-"""For `install(cpu=True)`: accelerate, which offers FSDP on accelerators only, shards on CPUs."""
+"""For `install(cpu=True)`: let accelerate shard on CPUs, where it does not offer FSDP itself."""
 
 from __future__ import annotations
 

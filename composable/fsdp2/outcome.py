@@ -1,4 +1,4 @@
-"""What was sharded while a script ran, and if nothing was, why: a line at the end of the runner."""
+"""The last line of the runner: what was sharded while the script ran, or why nothing was."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""torch's pipeline schedules that split backwards see annotated modules, also without `install`.
+"""Make annotated modules visible to torch's schedules that split backwards, without `install`.
 
-Their stages ask whether a module is an instance of FSDP2's class. If it is, they say when
-gradients are accumulated, and when they are to be reduced; `FSDPModule` does it.
+Their stages check whether a module is an instance of FSDP2's class. If it is, they call the methods
+of `FSDPModule` that accumulate or reduce gradients.
 """
 
 from __future__ import annotations

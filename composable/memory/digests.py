@@ -1,9 +1,9 @@
-"""Numbers that tell whether tensors have equal values: on two ranks, or now and before.
+"""Digests of tensors: compare values between two ranks, or now with an earlier time.
 
-The bytes of a tensor are read as words of 64 bits. A word counts as often as its position says, and
-sums are taken modulo 2 ** 64. The highest bit of a product depends on the highest bit of the word
-and the lowest of its weight alone, so that two signs that flip would cancel: the upper half of each
-word counts once more, as a number of its own.
+The bytes of a tensor are read as words of 64 bits. A word is weighted by its position, and the sum
+is taken modulo 2 ** 64. The highest bit of a product depends only on the highest bit of the word
+and on the lowest bit of its weight, so two flipped signs could cancel. Therefore the upper half of
+each word is added a second time, as a number of its own.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 An all-gather reads a copy of the shards on the device, which exists from the launch of the
 all-gather to its end. Reduced gradients land on the device and leave it at once. Each direction has
 a stream of its own; device memory is allocated and freed on the compute stream, which waits for the
-end of a copy before the memory is freed. For gradients that is when the gradients of the next unit
-leave: those of one unit are on their way to the host while those of the next are reduced.
+end of a copy before the memory is freed. For gradients, it waits when the gradients of the next
+unit are copied, so the copy of one unit's gradients overlaps with the reduction of the next unit's.
 
 Optimizers, clipping and `load_state_dict` work on the host, and no stream orders that. So the host
 waits (`wait_for_traffic`) at the end of a root forward, because shards may be written to

@@ -1,9 +1,10 @@
-"""`apply_optimizer_in_backward`: backward steps each parameter as soon as it can.
+"""`apply_optimizer_in_backward`: step each parameter as soon as its gradient is reduced.
 
-That is when its reduced gradient is there, which is freed then.
+The gradient is freed after the step.
 
-A post-accumulate hook on every parameter does it. The engine calls such hooks of the parameters
-that it manages when the reduced gradient lands; autograd calls those of other parameters.
+A post-accumulate hook on every parameter makes the step. For parameters that the engine manages,
+the engine calls these hooks when the reduced gradient lands. For other parameters, autograd calls
+them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """`torch.amp.GradScaler` over annotated models: a step that one rank skips is skipped by all.
 
-torch's scaler looks for infinities in the gradients that a rank has. Of DTensors it asks the ranks
-over which the *first* gradient in the list is sharded, and it refuses lists that hold DTensors and
-plain tensors. So behind a replicated gradient every rank would decide for itself, experts on meshes
-of their own would not know of each other, and a rank without a gradient would not take part. Here
-every gradient is checked and unscaled where it lies, and then all process groups over which a
-parameter of the optimizer is sharded, or trained together (`model_group_of`), agree. Parameters
-alone decide which groups, so that all ranks run the same collectives.
+torch's scaler looks for infinities in the gradients of its own rank. If they are DTensors, it also
+compares the ranks over which the *first* gradient in the list is sharded, and it refuses lists with
+both DTensors and plain tensors. If the first gradient is replicated, every rank would therefore
+decide for itself. Experts on different meshes would not know of each other, and a rank without a
+gradient would not take part. Here every rank checks and unscales its local gradients. Then the
+ranks agree, over all process groups over which a parameter of the optimizer is sharded or trained
+together (`model_group_of`). Only parameters decide which groups, so all ranks run the same
+collectives.
 """
 
 from __future__ import annotations

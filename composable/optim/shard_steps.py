@@ -1,7 +1,7 @@
 """`step_on_shards`: element-wise optimizers step the local shards of DTensors.
 
-The results are the same, and it takes less host time: a stand-in (`stand_in.py`) gives torch's code
-local tensors, and users see the optimizer with its DTensors.
+The results are the same as over DTensors, in less host time. A stand-in (`stand_in.py`) gives
+torch's code local tensors, while users see the optimizer with its DTensors.
 
 Nothing is kept from one step to the next, so memory that users take away from parameters or state
 is free at once.

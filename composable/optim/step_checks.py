@@ -1,5 +1,5 @@
-"""Checks of every optimizer before it steps, in one global hook: what would train nothing, or apart
-on every rank, is refused.
+"""Check every optimizer before it steps, in one global hook. Raise an error if the step would train
+nothing, or would make the ranks differ:
 
 * An optimizer that holds parameters which were replaced: by the annotation, by an assignment or its
   adoption, or by `remove`.

@@ -1,7 +1,7 @@
 """Which modules the user means: rules that pick modules out of a tree.
 
-The idea of one object that maps a root to modules and keyword overrides, for every verb alike, is
-that of https://github.com/pytorch/pytorch/pull/104969.
+For every verb, one object maps a root to modules and keyword overrides. This idea is from
+https://github.com/pytorch/pytorch/pull/104969.
 """
 
 from composable.policies.base import Policy, Selection

@@ -1,4 +1,4 @@
-"""From what a verb was given as `policy=` to the modules it means, checked."""
+"""Check the `policy=` argument of a verb, and find the modules that it picks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`describe`: the units of an annotated model as a table; `parameters.py` has the other one.
+"""`describe`: an annotated model's units as a table; `parameters.py` makes one of parameters.
 
 It reads units and the registry, and changes nothing.
 """

@@ -1,4 +1,4 @@
-"""Notes on torch's errors in a forward where a unit is what the error does not name."""
+"""Add notes to torch's errors in a forward, if a unit is involved that the error does not name."""
 
 from __future__ import annotations
 

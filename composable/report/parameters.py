@@ -1,4 +1,4 @@
-"""`describe(model, by="parameter")`: how each parameter rests, and which rank has which rows.
+"""`describe(model, by="parameter")`: the at-rest form of each parameter, and its rows by rank.
 
 It reads units and what they manage, and changes nothing.
 """

@@ -1,9 +1,10 @@
-"""New adapters of PEFT on the meta device: what they hold is no default of their modules.
+"""Initialise new adapters of PEFT that were made on the meta device.
 
-PEFT initialises them when it makes them, where nothing has memory: LoRA's second matrix is zero, a
-module of `modules_to_save` a copy of the original, a prompt is of the embeddings of a text, and
-others are made of the base weights. What can be made again here is; the rest is refused by name.
-Checked on PEFT 0.21.
+PEFT initialises adapters when it makes them, and their values are not the defaults of their
+modules. On the meta device these values are lost: zeros for LoRA's second matrix, copies of the
+original for `modules_to_save`, embeddings of a text for a prompt, and values that are computed from
+base weights for others. This file computes the values again if it can, and raises an error that
+names the other adapters. Checked on PEFT 0.21.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A folder of safetensors, as a reader of it sees it: which files, and which tensors are in them.
+"""Read a folder of safetensors: its files, and the tensors in them.
 
-The files are mapped into memory, and what is asked of a tensor is all that is read. If an index
-says that a file has nothing that is asked for, it is not opened. Nothing here knows a model.
+The files are mapped into memory, and only the requested part of a tensor is read. If the index says
+that a file has no requested tensor, the file is not opened. Nothing here knows a model.
 """
 
 from __future__ import annotations

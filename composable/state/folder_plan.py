@@ -1,9 +1,10 @@
-"""What a rank reads of a folder: which tensors of a model take which rows of which tensor in it.
+"""Plan what a rank reads from a folder: which tensor of the model gets which rows of which tensor.
 
-A parameter that rests as `Shard` is read by its rows and columns, also of experts that a folder has
-one by one. Of any other, and of one that is put together of several tensors in another way, a rank
-reads all, one at a time. What is missing, unexpected or does not fit is refused here, on all ranks
-alike. Nothing is written here (`writing.py`).
+If a parameter has the placement `Shard`, only this rank's rows and columns are read, even if the
+folder stores experts one by one. For other placements, and if a parameter is combined from several
+tensors in another way, a rank reads whole tensors, one at a time. If something is missing,
+unexpected or does not fit, an error is raised here, on all ranks alike. Nothing is written here
+(`writing.py`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a model of transformers calls the tensors of a folder, and what it makes of them.
+"""How a model of transformers renames and converts the tensors of a folder.
 
-`from_pretrained` renames tensors of older models, and puts experts together that a folder has one
-by one; it reports no names of former buffers, and keeps in float32 what the model declares so.
-Which, and how, is in parts of transformers that are not of its documented interface: the modules
-`conversion_mapping` and `core_model_loading`, which PEFT reads as well, and two methods of models.
-Checked on transformers 5.23.
+`from_pretrained` renames tensors of older models, and stacks experts that a folder stores one by
+one. It does not report names of former buffers, and keeps tensors in float32 if the model declares
+this. The rules are in undocumented parts of transformers: the modules `conversion_mapping` and
+`core_model_loading`, which PEFT also reads, and two methods of models. Checked on transformers
+5.23.
 """
 
 from __future__ import annotations

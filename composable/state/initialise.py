@@ -1,4 +1,4 @@
-"""Initialisers of what is on the meta device: what they fill, and how they run on shards.
+"""Run initialisers for parameters and buffers on the meta device, and keep this rank's shards.
 
 Initialisers are written for whole plain parameters and draw random numbers in one order. So each
 module's initialiser runs once, with whole parameters, on every rank alike, module by module in the

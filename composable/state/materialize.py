@@ -1,10 +1,10 @@
-"""`materialize`, `load` and `refresh`: memory and values for a model, and what users changed in it.
+"""`materialize` and `load` give a model memory and values; `refresh` adopts changes by users.
 
-A model on the meta device was built and annotated there. What a folder of safetensors has is read
-by each rank, its own part; initialisers fill only what the folder does not have. In order: the
-folder is read (`folder.py`) and planned against the model (`folder_plan.py`), then the model is
-written to (`writing.py`, `initialise.py`). Nothing is sent but the arguments, and whether every
-rank can read what it needs, before anything is written.
+The model was built and annotated on the meta device. Each rank reads its own part of a folder of
+safetensors, and initialisers fill only what the folder does not have. First the folder is read
+(`folder.py`), and a plan assigns its tensors to the model (`folder_plan.py`). Then the model is
+written to (`writing.py`, `initialise.py`). The ranks send each other only their arguments, and whether all
+of them can read what they need, before anything is written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`rebind_optimizer`: an optimizer goes on with the parameters of after an annotation.
+"""`rebind_optimizer`: move an optimizer to the parameters that an annotation has registered.
 
 The optimizer was built before the annotation.
 """

@@ -1,4 +1,4 @@
-"""Whole plain tensors out of parameters at rest, and back."""
+"""Convert at-rest parameters to whole plain tensors, and back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Write to a model what a load gives it: memory, dtypes, and this rank's rows of a folder.
 
-What is written, and that it fits, is known before (`folder_plan.py`). Nothing is sent.
+The plan (`folder_plan.py`) has already decided what is written, and checked that it fits. Nothing
+is sent.
 """
 
 from __future__ import annotations

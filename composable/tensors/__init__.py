@@ -1,1 +1,1 @@
-"""Tensors, without what a step does with them: tensors of users' classes, and `DTensor`s."""
+"""Helpers for `DTensor`s and for tensors of users' classes. They do not depend on a step."""

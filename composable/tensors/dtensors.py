@@ -1,4 +1,6 @@
-"""`DTensor`s around local tensors, made without a collective, and whole tensors out of them."""
+"""Make `DTensor`s around local tensors, without a collective, and make whole tensors from
+`DTensor`s.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tensors of classes with FSDP2's extension protocol: how they are cut, copied and filled. How they
-are gathered is in `features/extension.py`. All functions take plain tensors, too. And which tensors
-are packed bytes (`features/packed.py`).
+are gathered is in `features/extension.py`. All functions also accept plain tensors. This file also
+recognises tensors of packed bytes (`features/packed.py`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What acts on units between steps."""
+"""Actions on units between steps."""

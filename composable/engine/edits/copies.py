@@ -1,14 +1,14 @@
-"""Copies of annotated modules: `copy.deepcopy` gives a module that is annotated alike, pickling a
-plain one.
+"""Copies of annotated modules: `copy.deepcopy` returns a module with the same annotations, and
+pickling stores a plain module.
 
-torch copies a module's tables: the hooks, the registry and the parameters. The units behind them
-are copied empty, and filled when the whole module has been copied: then every module and parameter
-of a unit has its copy in the memo, in whatever order the tables were visited. Annotated modules
-have a `__deepcopy__` and a `__reduce_ex__` of their own for this, since torch calls nothing when it
-has copied a module. No message is sent: meshes and communicators are shared, and shards are copied
-where they are.
+torch copies a module's tables: the hooks, the registry and the parameters. The units of these
+modules are first copied empty. They are filled when the whole module has been copied, because only
+then the memo has a copy of every module and parameter of a unit, whatever the order of the tables.
+For this, annotated modules have their own `__deepcopy__` and `__reduce_ex__`, since torch calls no
+hook after it has copied a module. No message is sent: meshes and communicators are shared, and each
+rank copies its own shards.
 
-As in one process, a copy has no gradients, no step under way, and is in no scope.
+As in one process, a copy has no gradients, no step in progress, and is in no scope.
 """
 
 from __future__ import annotations

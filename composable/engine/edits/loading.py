@@ -1,10 +1,9 @@
-"""How a state dict comes into parameters that rest as DTensors; and what is to be said of one that
-is made.
+"""Load state dicts into at-rest parameters that are DTensors, and note when a state dict is made.
 
-`load_state_dict` hands every module its entries, after a hook that may exchange them. There a plain
-full tensor becomes the `DTensor` of this rank's shard, without a message, and one with other
-placements is redistributed. What cannot be taken is reported as torch reports a wrong shape: by
-name, at the end of loading.
+`load_state_dict` passes every module its entries, after a hook that may replace them. This hook
+turns a plain full tensor into the `DTensor` of this rank's shard, without a message, and
+redistributes a `DTensor` with other placements. If an entry does not fit, the error comes by name
+at the end of loading, as torch reports a wrong shape.
 
 With `assign=True` torch registers a new parameter per entry. A tied parameter has several entries
 and stays one: its first entry is registered at all of its places, and the others must have the same

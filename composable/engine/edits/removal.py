@@ -1,7 +1,7 @@
-"""Whole plain parameters again: what `remove` registers.
+"""Make the whole plain parameters that `remove` registers.
 
-The original objects are registered where they still exist, with what users gave to the at-rest
-parameters: gradients, attributes and hooks.
+If the original parameter objects still exist, they are registered again. They get the gradients,
+attributes and hooks that users have set on the at-rest parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Units that come and go around others: who owns tied parameters, and how replicated ones rest."""
+"""What changes in units if others around them are added or removed: which unit owns tied
+parameters, and the at-rest form of replicated parameters.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a call that all ranks make says when it has written to parameters at rest.
+"""Record that a call that all ranks make has written to at-rest parameters.
 
-Such calls write through local tensors, as optimizers step shards: no version counter tells their
-writes from those of one rank alone, which no message may follow (`param_group.py`).
+Such calls write to local tensors, for example to step shards. No version counter distinguishes
+these writes from a write of one rank alone, and no message may depend on such a write
+(`param_group.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all ranks have alike about the units of one root.
+"""State of the units of one root that is equal on all ranks.
 
 | field | decides | changes in |
 |-------|---------|------------|
@@ -11,18 +11,18 @@
 | `untraced` | whether the compiler may reduce gradients | a backward that it did not run |
 | `last_backward` | whether other roots take part in a backward | each backward |
 
-`recorded` is first that of the first forward, in which the ranks were compared. A backward that has
-landed replaces it by the gathers of its own forward; forwards in scopes that keep parameters
-unsharded, evaluations and lost steps do not.
+`recorded` is at first the order of the first forward, in which the ranks were compared. When a
+backward has landed, the gathers of its own forward replace it. Forwards in scopes that keep
+parameters unsharded, evaluations and lost steps do not change it.
 
-All of it changes only in calls that all ranks make, and hangs on the units, which annotations and
-copies make. What one rank does by itself between two steps may make a new `Root` there (a module is
-exchanged), or new groups and buckets (a parameter's memory is moved), and touches no agreement:
-a root of the same units finds it. A rank cannot know whether what is new to it is new to all, so
-nothing new starts a message.
+An agreement changes only in calls that all ranks make. It is attached to the units, which
+annotations and copies create. Between two steps, one rank may replace a module, which makes a new
+`Root` there, or move a parameter's memory, which makes new groups and buckets. This does not touch
+an agreement: a new root of the same units uses it again. A rank cannot know whether an object that
+is new to it is new on all ranks, so new objects never cause a message.
 
-An `Agreed` knows its units by weak references only: a part that several models share must not keep
-those that were dropped.
+An `Agreed` has only weak references to its units. So a module that several models share does not
+keep the units of dropped models alive.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
 """`replicate` alone: gradients are reduced in buckets while backward runs, as DDP does.
 
 Buckets are launched strictly in one order, and all of them in every backward: a rank without a
-gradient sends zeros. The order is the reverse of the parameters' in the first backward, which
-launches them all at its end; from then on it is the order in which rank 0's gradients were ready,
-on which the ranks agree once. A backward in which other roots may take part launches all at its
-end, too.
+gradient sends zeros. The first backward launches all buckets at its end, in the reverse order of
+the parameters. Then the ranks agree once on the order in which rank 0's gradients were ready, and
+use it in all later backwards. A backward in which other roots may take part also launches all
+buckets at its end.
 
-Two kinds of parameters are in buckets of their own, which are launched at the end, if any rank saw
-it in the first backward:
+Two kinds of parameters get their own buckets, which are launched at the end of backward. A
+parameter is of such a kind if any rank noticed it in the first backward:
 
-* Those on which autograd accumulated several times. Backwards that run inside of a backward
-  (reentrant checkpointing) do that to a parameter of modules in several of them.
-* Those for which some ranks had a gradient, and others none. The others can launch such a bucket at
-  the end only. Optimizers in backward wait for buckets before the end: for this one they would wait
-  for ever where the model's own backward has collectives (experts), in which the others wait.
+* Parameters on which autograd accumulated several times. This happens if reentrant checkpointing
+  runs several backwards inside of a backward, and modules in more than one of them use the
+  parameter.
+* Parameters that had a gradient on some ranks only. The other ranks can launch such a bucket only
+  at the end. An optimizer in backward waits for buckets before the end. If the model's own backward
+  has collectives (experts), this rank would wait for the bucket, while the other ranks wait for it
+  in these collectives.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Which gradients are reduced when, below one root.
+"""When gradients are reduced, and in which order, below one root.
 
 | gradients of | are launched |
 |--------------|--------------|
 | units with shards | where backward leaves the unit: `leave` |
-| the same, after several forwards | when backward has left the last of these |
+| units with shards that had several forwards | when backward has left the last of these |
 | replicated units next to shards | where backward leaves the next unit with shards, used or not |
-| a unit whose gradient came after it was left, or entered unseen | at the end: `remaining` |
-| a replicated unit with tied weights, or that none with shards follows | at the end, used or not |
-| what `no_sync` has left on the ranks | at the end of the next backward outside, or `launch_held` |
+| a unit with a gradient after it was left, or without being entered | at the end: `remaining` |
+| a replicated unit with tied weights, or without a later sharded unit | at the end, used or not |
+| units with accumulated gradients | at the end of the next reducing backward, or `launch_held` |
 | replicated units below a root without shards | all in each backward, by arrival: `arrival.py` |
 
 A sharded unit that no backward came to is not launched: backward must come to it on all ranks or
@@ -16,14 +16,14 @@ on none (docs/failures.md).
 One reduction stays in flight while backward goes through the next unit. At the end all are launched
 before any lands. `land` puts gradients on at-rest parameters, in the order of launches.
 
-What the order depends on. All ranks must launch in one order, so it never depends on which
-gradients came: a rank without one sends zeros. It depends on which units backward enters, and in
-which order. For sharded units that is the same on all ranks, because all gather them in forward,
-and their outputs have a node for backward in any case (`outputs.py`). Replicated units may be run
-by some ranks, or by each in an order of its own. So the first backward compares in which order the
-ranks left the units. If that is one order, it says from then on which replicated units are reduced
-before which unit with shards, also on ranks that skip some of them; otherwise all are reduced at
-the end of each backward, in the order of the model.
+All ranks must launch in one order. The order never depends on which gradients arrived: a rank
+without a gradient sends zeros. It depends on which units backward enters, and in which order. For
+sharded units this is the same on all ranks, because all ranks gather them in forward, and their
+outputs always have a node for backward (`outputs.py`). Replicated units may run on some ranks only,
+or in another order on each rank. So the first backward compares the order in which the ranks left
+the units. If all ranks had the same order, it decides from then on which replicated units are
+reduced before which unit with shards, also on ranks that skip some of them. Otherwise all
+replicated units are reduced at the end of each backward, in the order of the model.
 """
 
 from __future__ import annotations

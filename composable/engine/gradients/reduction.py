@@ -1,5 +1,5 @@
-"""How gradients that share a message are reduced: what is the same in every step, and one message
-in flight.
+"""Reduce gradients that share a message: a plan that is the same in every step, and `Reduction`,
+one message in flight.
 
 State machine of a `Reduction`:
 
@@ -16,8 +16,8 @@ reduce dtype, which the sum is computed in), reduced, and scaled so that the sum
 
 A rank without a gradient sends zeros, so that launches do not depend on which gradients arrived.
 
-The row behind the gradients of a message: one small table, which each rank writes when it
-launches the message, and of which all read the sum over the ranks when it lands.
+A small row of flags follows the gradients of a message. Each rank writes the row when it launches
+the message, and reads its sum over the ranks when the message lands.
 
 | column | a rank writes | the sum tells |
 |--------|---------------|---------------|
@@ -25,12 +25,12 @@ launches the message, and of which all read the sum over the ranks when it lands
 | text: 4 bits | a checksum of the launch's text | whether the ranks mean one message |
 | held: 4 bits | how many backwards it accumulated before | whether all did as many |
 
-A bit is two elements, "it is 0" and "it is 1", of which a rank sets one: if the sums of both are
-not zero, two ranks differ. Any dtype can tell that.
+A bit is stored in two elements, "it is 0" and "it is 1", of which a rank sets one. If the sums of
+both are not zero, two ranks differ. This works in any dtype.
 
-All columns but `used` are there only where the ranks compare: on hosts, which have nothing to wait
-for when a message lands, and in debug mode. What is kept from message to message is one row,
-whatever the number of ranks.
+The column `used` is always there. The others exist only where ranks compare: on hosts, where
+reading the sums does not wait for a device, and in debug mode. Between messages only one row is
+kept, for any number of ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A unit, as far as its gradients go: what takes them from autograd, and what reduces them.
+"""The gradients of one unit: how they are taken from autograd, and what reduces them.
 
 The order in which units are reduced is in `post_backward.py`, and for replicated models in
 `arrival.py`.

@@ -1,9 +1,10 @@
 """What a parameter is: a plain tensor, or one that its user has distributed over ranks
 (`features/dtensor_form.py`). The annotation picks the form, and nothing else asks which one it is.
 
-A unit shards, gathers and reduces one tensor of each parameter on this rank, the *local* one: all
-of a plain parameter, this rank's part of one that is distributed. The form says what is around it.
-How a parameter rests is its group's matter (`param_group.py`), and how it travels its gather's.
+A unit shards, gathers and reduces one *local* tensor of each parameter. For a plain parameter this
+is the whole parameter; for a distributed one it is this rank's part. The form converts between the
+local tensor and what users and modules see. How a parameter is stored at rest is decided by its
+group (`param_group.py`), and how it is sent by its gather.
 """
 
 from __future__ import annotations

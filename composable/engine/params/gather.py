@@ -1,12 +1,12 @@
 """One all-gather, prepared when its group is built and launched in every step.
 
-What is made once: the memory, pairs of tensors for the communicator, casts, and the way of packed
-parameters to their places. A launch allocates, casts and sends; `land` puts what came where modules
-compute with it.
+The constructor prepares buffers without memory, pairs of tensors for the communicator, casts, and
+the copies of packed parameters to their places. A launch allocates memory, casts and sends. `land`
+copies received parameters to where modules compute with them.
 
-`Neighbours` gathers for backward from the few ranks that keep what forward has gathered.
-`ExtendedGather` (`features/extension.py`) sends a message in another form, fewer bits with scales
-for example. A comm may send from and into memory of others (`comm/supplied.py`).
+`Neighbours` gathers for backward from the few ranks that keep the parameters that forward has
+gathered. `ExtendedGather` (`features/extension.py`) sends a message in another form, for example
+with fewer bits and scales. A comm may use supplied memory for its messages (`comm/supplied.py`).
 """
 
 from __future__ import annotations

@@ -10,29 +10,29 @@ State machine, with everything that may affect it in this file:
 | UNSHARDED            | -          | -                  | SHARDED    | SHARDED_POST_FORWARD       |
 | SHARDED_POST_FORWARD | UNSHARDING, from n ranks' shards | - | SHARDED | -                        |
 
-`unshard` reshards first what is out of date. A collective in flight owns its memory, so `reshard`
-waits for it first. Groups whose compute parameters are the users' own memory have nothing to
-gather: they are UNSHARDED at all times.
+If gathered parameters are out of date, `unshard` first reshards them. A collective in flight owns
+its memory, so `reshard` first waits for it. Groups whose compute parameters are the users' own
+memory have nothing to gather: they are UNSHARDED at all times.
 
 Memory. The full buffer's storage lives as long as the group and its memory comes and goes inside
 it, since autograd may have saved any alias of a compute parameter. Packed parameters have a buffer
-of their own, which gets its memory when their message has landed. What a few ranks keep for
-backward is the matter of `Neighbours`: `unshard` launches what the last reshard left to gather
-from. All writes of the engine go through tensors made from `.data`, whose version counters are
-their own.
+of their own, which gets its memory when their message has landed. `Neighbours` holds the shards
+that a few ranks keep for backward: `unshard` gathers from whatever the last reshard has kept. All
+writes of the engine go through tensors made from `.data`, whose version counters are their own.
 
 Versions. Autograd refuses a backward if the version counter of a saved tensor has moved. Graphs
 save compute parameters, and users write to at-rest ones, so `unshard` looks for such writes and
-moves the counters of the compute parameters (`_note`). A write moves one of two counters: an
-operator on a `DTensor` moves the at-rest parameter's own, a write to its local tensor that of the
-shard buffer, which all local tensors share. While the memory is gone, the counters have the value
-`ABSENT`, which no graph has saved: autograd raises its error and does not read freed memory.
+moves the counters of the compute parameters (`_note`). A write moves one of two counters. An
+operator on a `DTensor` moves the counter of the at-rest parameter. A write to its local tensor
+moves the counter of the shard buffer, which all local tensors share. While the memory is gone, the
+counters have the value `ABSENT`, which no graph has saved: autograd raises its error and does not
+read freed memory.
 
-Writes. Parameters that are there are gathered again by the next `unshard` if all ranks have written
-to them: by an operator on a `DTensor`; in any way after a state dict was made (`expect_load`); or
-in a call that says so (`note_written`), as optimizers' steps, averages and edits do. Another write
-to a local tensor may be this rank's alone. No message may depend on it, so that a warning tells of
-it.
+Writes. If all ranks have written to parameters that are unsharded, the next `unshard` gathers them
+again. Three kinds of writes count as writes of all ranks: an operator on a `DTensor`; any write
+after a state dict was made (`expect_load`); and a call that reports its writes (`note_written`),
+such as an optimizer's step, an average or an edit. Any other write to a local tensor may be a write
+of this rank alone. No message may depend on it, so it is not gathered, and a warning says so.
 """
 
 from __future__ import annotations

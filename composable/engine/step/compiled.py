@@ -1,9 +1,10 @@
-"""Compiled autograd: backwards that a compiler records, and runs later.
+"""Compiled autograd: a compiler records a backward, and runs it later.
 
-It records a graph of all nodes and hooks, in which the end of a backward cannot be seen. So the
-engine refuses them, but where the compiler reduces the gradients as well: for models that are only
-replicated (`DECISIONS.traced`, `features/traced.py`). `Root.eager_because` says why not, of the
-last forward; it is empty where it does, and then backward does not come to the engine.
+Compiled autograd records a graph of all nodes and hooks, but the graph does not contain the end of
+the backward. So the engine raises an error, with one exception: for models that are only
+replicated, the compiler can reduce the gradients, too (`DECISIONS.traced`, `features/traced.py`).
+`Root.eager_because` holds the reason why it does not, as of the last forward. If the compiler
+reduces, it is empty, and the backward does not call the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The driver of ranks that take part in the visits of units without computing them.
+"""The driver of a rank that does not compute some units, but takes part in their collectives.
 
 All ranks of a model launch the same collectives in the same order. Which ones a step launches is
 decided where a forward or a backward enters or leaves a unit (`root.py`, `order.py`,
@@ -7,12 +7,12 @@ and reshards.
 
 * `Driver.visit` makes one visit. A rank that computes says which ones it makes, in the order of
   `StepEvent` (`join`): forward and backward are driven.
-* `Driver.pass_through` makes those of a forward of a module, for the units in it in the order of
-  `.modules()` (`skipped`). Backward comes by itself, to nodes that it puts into the graph.
+* `Driver.pass_through` makes the visits of one forward of a module, for its units in the order of
+  `.modules()` (`skipped`). It puts nodes into the graph, through which backward makes its visits.
 
-Where a compiler reduces the gradients (`Root.eager_because` is empty) there are no visits in
-backward, so that a rank cannot take part in them: `pass_through` has this refused, and no root is
-reduced by a compiler while a scope of `join` is open.
+If a compiler reduces the gradients (`Root.eager_because` is empty), backward makes no visits, so a
+driven rank could not take part. `pass_through` then raises an error, and while a `join` scope is
+open, no compiler reduces.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Observers of steps, and who answers for the engine: `join`, `together`, reductions that a
-compiler makes, optimizers in backward, pipelines, notes on errors.
+"""Observers of steps, and decisions that others may take for the engine: `join`, `together`,
+reductions that a compiler makes, optimizers in backward, pipelines, notes on errors.
 
-An `Observer` is notified of what the engine is about to do. A decision has an ordinary answer, and
-may be answered by somebody else while a scope is open. Both are of the process.
+An `Observer` is notified of what the engine is about to do. A decision has a default answer, which
+another component may replace while a scope is open. Observers and decisions apply to the whole
+process.
 """
 
 from __future__ import annotations

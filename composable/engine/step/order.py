@@ -1,15 +1,16 @@
-"""The order in which forwards below one root gather units: they follow it, compare it and learn it.
+"""The order in which forwards below one root gather units: how it is learned, followed and
+compared.
 
 | question | answer | changes |
 |---|---|---|
-| what does a forward gather ahead? | what comes behind its `Forward.cursor` in `GatherOrder.recorded` | `GatherOrder.follow` |
-| which order is that? | that of the first forward, in which the ranks were compared; then that of the last forward whose backward has landed | `GatherOrder.learn`, `GatherOrder.end_backward` |
+| what does a forward gather ahead? | the units after its `Forward.cursor` in `GatherOrder.recorded` | `GatherOrder.follow` |
+| which order is recorded? | first, the order of the first forward, in which the ranks were compared; later, that of the last forward whose backward has landed | `GatherOrder.learn`, `GatherOrder.end_backward` |
 | when do ranks compare where they are? | where they enter a unit for the first time, and at the end of that forward | `Unit.compared` |
 | how do ranks compute a frozen unit that this one skips? | `Agreed.modes`, for the pattern of units that train | forwards with gradients, see `GatherOrder.pre_forward` |
 
-Forwards without gradients follow the order and do not change it, except for the first. Where
-everything is gathered already (`keep_unsharded`) each rank may run what it likes: nothing is
-compared or learned.
+Forwards without gradients follow the order and do not change it, except for the first. If
+everything is gathered already (`keep_unsharded`), each rank may run any units: nothing is compared
+or learned.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What leaves forwards: copies of what lies in memory that comes and goes; and where backward comes
-to a unit: at the autograd nodes that the unit's forward created for its outputs.
+"""The outputs of forwards. If an output uses memory that is freed after forward, it is replaced by
+a copy. The autograd nodes that a unit's forward created for its outputs are where backward enters
+the unit.
 
 Only outputs that the call created (`node._sequence_nr()` at least the number at entry) trigger the
 pre-backward hook. An input that is returned unchanged, such as a decoder's `memory`, belongs to the
 call that created it: hooking it here would unshard this unit too early. If a call created none of
-its outputs, they get a node that does nothing: other ranks may have computed something, and all
-ranks must enter the same units in backward.
+its outputs, they get a node that does nothing, because other ranks may have computed outputs in
+this unit, and all ranks must enter the same units in backward.
 """
 
 from __future__ import annotations

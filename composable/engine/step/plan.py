@@ -6,11 +6,11 @@ came or went below it:
 | units | are |
 |---|---|
 | below the modules of the unit that is called | units of its root |
-| of these, units that are or were below another annotated model, too | shared: of a root of their own, whichever model calls them, since one object reduces the gradients of a parameter |
+| of these, units that are or were below another annotated model, too | shared: they have a root of their own, whichever model calls them, because the gradients of a parameter must be reduced by one object |
 | replicated next to shards elsewhere, with a parameter that modules below read | units of the root |
 
-What is planned depends on annotations, and not on what is alive: when a dropped model is collected
-differs between ranks.
+A plan depends only on annotations. It does not depend on which models are alive, because ranks may
+collect a dropped model at different times.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The hooks around forwards of a unit's modules, and those through which backward comes back to it.
+"""The hooks around forwards of a unit's modules, and the hooks through which backward enters it.
 
-They stand above `Unit`, which holds what the verb left on its modules, and `Root`, which decides on
-the order of the step; they ask both, and neither calls the other's hooks.
+The hooks call `Unit`, which holds the parameters and gradients of its modules, and `Root`, which
+decides the order of the step. Neither of the two calls a hook.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Averages of parameters over ranks that train apart.
 
-They are made at once, every so many steps, or in groups within groups.
+`average_parameters` averages now, `PeriodicAverager` every few steps, and `HierarchicalAverager` in
+groups of growing size.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """`local_steps` (DiLoCo): replicas train apart for some steps, then an outer optimizer steps.
 
-The outer optimizer steps by the mean of what the replicas did. A round has `every` steps of the
-inner optimizer. At its end
+A round has `every` steps of the inner optimizer. The gradient of the outer optimizer is the mean
+change of the replicas during the round. At the end of a round
 
     difference = backup - parameter              on each replica
     difference = mean over the replicas          one message per unit
     backup     = outer step of (backup, gradient = difference)
     parameter  = backup
 
-Backups, and the state of the outer optimizer, are shards as the parameters are, and the same on all
-replicas. With `delay`, the difference is taken and sent some steps before the end of the round, and
-travels while these compute.
+Backups and the state of the outer optimizer are sharded like the parameters, and equal on all
+replicas. With `delay`, the difference is computed and sent some steps before the end of the round,
+so the message overlaps with these steps.
 """
 
 from __future__ import annotations

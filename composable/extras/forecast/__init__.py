@@ -1,1 +1,1 @@
-"""Will it fit, what is sent, how long does a step take: answered without the devices."""
+"""Predict, without the devices, whether a model fits, what is sent, and how long a step takes."""

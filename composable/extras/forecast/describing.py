@@ -1,4 +1,6 @@
-"""The `describe` command: how a model would rest on the ranks of a world, without the ranks."""
+"""The `describe` command: how a model would be sharded over the ranks of a world, without these
+ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What devices and links can do: figures of their makers, and what training programs reach of them.
+"""Figures of devices and links: the makers' figures, and the fractions that training programs
+reach.
 
-Every figure has its source beside it. `calibrate` measures the device at hand.
+Every figure has its source beside it. `calibrate` measures this machine's device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulates a few training steps of one rank, and reports what they take."""
+"""Simulates a few training steps of one rank, and reports their memory, messages and time."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """A simulated device: a clock for each stream, and the live storages. It computes nothing.
 
 Note [Virtual time]
-Programs run as they are, in one process, over tensors of the host whose memory nobody touches.
-Every operation and every collective is skipped; what it would take on the device is added to the
-clock of the stream that it was given to. An operation starts when its stream is free, what the
-stream waits for is over, and the host has launched it. What is modelled, and with which
-figures, says `Device`. Collectives of one process group run one after the other, in the order in
-which they were launched, whatever their streams, as NCCL's do on one communicator.
+Programs run unchanged, in one process, over host tensors whose memory is never touched. Every
+operation and every collective is skipped; the time that it would take on the device is added to the
+clock of its stream. An operation starts when its stream is free, what the stream waits for is over,
+and the host has launched it. `Device` has the figures of the model. Collectives of one process
+group run one after the other, in the order of their launches, whatever their streams, like NCCL's
+on one communicator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory over a step, and what each stream does meanwhile."""
+"""Draw the memory over a step, and the work of each stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forecast says: a table to read, a dict to keep, a picture to look at."""
+"""The result of a forecast, as a table, as a dict, and as a picture."""
 
 from __future__ import annotations
 

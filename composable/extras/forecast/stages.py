@@ -1,4 +1,4 @@
-"""Simulates the stages of a pipeline, one by one, by torch's own schedule."""
+"""Simulates the stages of a pipeline, one after the other, with torch's own schedule."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Tensors without values: operations take time on the machine, and memory, and compute nothing.
+"""Tensors without values: operations take time and memory on the simulated machine, and compute
+nothing.
 
-Outputs are tensors of the host whose pages nobody touches, so that storages, views and version
-counters are real ones. Small tensors are computed if all their inputs were, since programs read
-them: counters of steps, sizes, indices, masks, and positions and tokens of a batch. Parameters,
-buffers, and what a collective brings were never computed: they are unknown, whatever their size.
+Outputs are host tensors whose pages are never touched, so storages, views and version counters are
+real. A small tensor is computed if all its inputs were computed, because programs read such
+tensors: step counters, sizes, indices, masks, and positions and tokens of a batch. Parameters,
+buffers and outputs of collectives are never computed. Their values are unknown, whatever their
+size.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Optimizers that need whole matrices, over shards (`step_on_matrices`)."""
+"""Optimizers that need whole matrices, for sharded parameters (`step_on_matrices`)."""

@@ -1,8 +1,9 @@
-"""Which rank owns which matrix, and how matrices come together on their owners and go back.
+"""Which rank owns which matrix, and how matrices are gathered on their owners and scattered again.
 
-Everything here follows from shapes and placements, which are the same on all ranks. Who owns what
-is decided once: the dearest matrix goes to the rank with the least to do, then the next one. A
-matrix that one rank has all of stays there, as slices of a stack of experts do.
+Everything here depends only on shapes and placements, which are the same on all ranks. Owners are
+chosen once: the most expensive matrix goes to the rank with the least work, then the next most
+expensive one. If one rank already has a whole matrix, for example a slice of a stack of experts,
+the matrix stays there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The state of matrices that are stepped whole: on their owners, and scattered for checkpoints.
+"""The optimizer state of matrices that are stepped whole: on their owners, and scattered for
+checkpoints.
 
-Scattered, it is that of an optimizer over DTensors: a tensor of the parameter's shape has the
-parameter's placements; another one, such as a factor of `[m, m]`, is cut along dimension 0 over the
-ranks that the parameter is cut over; numbers are the same on all ranks. The state of a stack of
-matrices is the stack of the states of its slices.
+The scattered state looks like the state of an optimizer over DTensors. A tensor with the
+parameter's shape has the parameter's placements. A tensor with another shape, such as a factor of
+`[m, m]`, is sharded along dimension 0 over the ranks that shard the parameter. Numbers are equal on
+all ranks. The state of a stack of matrices is the stack of the states of its slices.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""`step_on_matrices`: each rank steps some of the matrices, whole, for all ranks.
+"""`step_on_matrices`: each rank steps some of the whole matrices, for all ranks.
 
-Gradients of a matrix go to the rank that owns it (`matrices.py`), an optimizer's own code steps it
-there, as a stand-in (`stand_in.py`), and new rows come back. The code runs once for each batch of
-matrices: while it computes one, the next one and the one before travel.
+The ranks send the gradients of a matrix to its owner (`matrices.py`). There the optimizer's own
+code steps the matrix, through a stand-in (`stand_in.py`), and the owner sends the new rows back.
+The code runs once for each batch of matrices. While it computes one batch, the gradients of the
+next batch and the new rows of the one before are sent.
 
-An owner keeps a copy of what it owns, so that only gradients have to go there. Every rank knows its
-shards by fingerprints that it took after the last step: shards that were written to since, by
-anybody and in any way, go to the owner as well.
+An owner keeps a copy of its matrices, so only gradients have to be sent to it. After each step,
+every rank takes fingerprints of its shards. If a shard was written to since then, in any way, the
+rank sends it to the owner, too.
 """
 
 from __future__ import annotations

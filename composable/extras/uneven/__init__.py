@@ -1,1 +1,1 @@
-"""Ranks that do not do the same in a step: `join`, `skipped`, `together`."""
+"""Ranks that do different things in a step: `join`, `skipped`, `together`."""

@@ -1,16 +1,16 @@
 """Uneven inputs: a rank without data follows the ranks that have some, through torch's `Join`.
 
-`Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one
-number, and a rank without data adds 0. The model has many, so behind such a sum the rank with data
-that comes first, the source, says what it does: which units it enters and leaves
-(`_Broadcaster`), and which functions and optimizers it calls. The others do the same without
-computing (`engine/step/driver.py`). They are notified each time, and follow no
-record of an earlier step: so a rank may have no data at all, and steps may differ. While all ranks
-have data, nothing but the sums is sent.
+`Join` has one collective: before each iteration, all ranks sum one number, to which a rank with
+data adds 1 and a rank without data adds 0. But a model has many collectives. So after such a sum
+one rank with data, the source, sends what it does: which units it enters and leaves
+(`_Broadcaster`), and which functions and optimizers it calls. The source is the first rank that has
+data. Ranks without data do the same without computing (`engine/step/driver.py`). They are notified
+each time, and do not rely on a record of an earlier step, so a rank may have no data at all, and
+steps may differ. While all ranks have data, only the sums are sent.
 
-Other joinables of the same `Join` have collectives of their own. They notify the others by
-`Join.notify_join_context`, which is taken as a forward is: the source says which joinable it is,
-and the others call its hook.
+Other joinables of the same `Join` have their own collectives, and call `Join.notify_join_context`
+before them. Such a call is handled like a forward: the source sends which joinable made it, and the
+other ranks call the hook of this joinable.
 
 | a rank       | when                                                                   | adds |
 |--------------|------------------------------------------------------------------------|------|
@@ -18,7 +18,8 @@ and the others call its hook.
 | has data     | anything else begins, and some ranks have no data: a backward, a step  | 1    |
 | has none     | it has done what was sent; in `Join.__exit__`                          | 0    |
 
-So a rank that leaves the scope finds its first sum wherever the others are. A sum of 0 ends all.
+So a rank that leaves the scope meets the other ranks in their next sum. A sum of 0 ends the scope
+on all ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """`together`: a step that one rank loses is lost on all ranks, and the job goes on.
 
-All ranks launch the same collectives in every step. So a rank whose step has raised knows what the
-others wait for: what the last whole step launched, behind what this one has. It gives the step up,
-and makes these launches: it gathers its own shards, so that the others compute with true values,
-and sends zeros in place of gradients. At the end of the scope all ranks vote, and one that lost its
-step says why.
+All ranks launch the same collectives in every step. So a rank whose step raises an error knows
+which launches the other ranks still wait for: those of the last complete step that it has not made
+yet in this step. It resets the step, and makes these launches. It gathers its own shards, so the
+other ranks compute with correct values, and sends zeros instead of gradients. At the end of the
+scope all ranks vote, and a rank that lost its step sends the reason.
 
 | a rank       | in the scope                             | at its end                         |
 |--------------|------------------------------------------|------------------------------------|
@@ -15,7 +15,7 @@ step says why.
 | has neither  | nothing; its gradients get zeros         | votes; if the step is lost, puts   |
 |              |                                          | buffers back                       |
 
-Launches are observed where all are made (`comm/base.py`); nothing in the engine knows of this file.
+`comm/base.py` notifies this file of all launches. Nothing in the engine knows of it.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@
 | gradient           | replicas, when it has landed                            | before the step  |
 | hyper-parameter    | all ranks                                               | before the step  |
 
-Each rank makes one number of all digests of a topic. If these differ, the ranks send each other the
-digests, and the first that differs is named. Units with a communication hook are left out, and
-replicas that `local_steps` keeps apart: these are to differ. Of hyper-parameters plain values are
-compared, and no functions or objects.
+Each rank combines all digests of a topic into one number. If these numbers differ, the ranks send
+each other the digests, and the first one that differs is named. Units with a communication hook are
+left out, because their ranks may differ, and so are replicas that train apart under `local_steps`.
+Of hyper-parameters, only plain values are compared, not functions or objects.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The first value that is not finite, on this rank.
 
-A check writes the lowest and the highest value of a tensor to the device, in one pass: both are NaN
-if one value is. The host reads them all at the end of a step, in the order of the program, so that
-no check waits for the device.
+A check computes the lowest and the highest value of a tensor on the device, in one pass; both are
+NaN if one value is. The host reads the results of all checks at the end of a step, in the order of
+the program, so no check waits for the device.
 
-Which code made a value follows from where it is seen first:
+The place where a value is first seen tells which code made it:
 
 | seen first in                  | made by                                                     |
 |--------------------------------|-------------------------------------------------------------|
@@ -18,8 +18,8 @@ Which code made a value follows from where it is seen first:
 | reduced                        |                                                             |
 
 An infinity below zero in an input, an output or a frozen parameter is usual in masks and in
-logarithms of zero. It is named if something follows from it, a NaN or an infinity above zero, and
-if it was not there in an earlier step from which nothing followed.
+logarithms of zero. It is reported only if a NaN or an infinity above zero follows from it, and if
+it was not there in an earlier step without such a result.
 """
 
 from __future__ import annotations

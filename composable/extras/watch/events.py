@@ -1,4 +1,4 @@
-"""What tells a watch of a step: brackets around forwards, the engine, launches, optimizers.
+"""Notify a watch of the events of a step: forwards, backwards, launches, optimizers' steps.
 
 | event                                      | notified by                   | to               |
 |--------------------------------------------|-------------------------------|------------------|

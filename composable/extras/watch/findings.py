@@ -1,4 +1,4 @@
-"""What was found, in words."""
+"""The text of what `watch` has found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is written to a folder when something was found, so that one process can run the unit again.
+"""The folder that `watch` writes when it finds something.
+
+One process can run the unit again from it.
 
 A file per rank: the shards of the unit and of those inside, the inputs of its call, the gradients
 of its outputs, the state of the random generator, digests of what was gathered and computed, the

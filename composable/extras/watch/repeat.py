@@ -1,11 +1,11 @@
-"""Does it reproduce: the operators of one unit in each step, in turn, run again.
+"""Run operators twice, to find wrong results. Each step repeats those of one unit, in turn.
 
 Each operator of the unit's forward and backward runs again at once, on the same tensors, and its
-bits are compared. Nothing can have moved in between, and no code of the user's runs twice: that of
-modules and hooks, custom autograd functions, and recomputations calls the operators once. If bits
-differ, it runs some more times. Where these differ among themselves its kernel is not
-deterministic, and nothing can be said; nor of sums in any order, whose runs may agree by chance.
-Otherwise the first run has computed something else.
+bits are compared. Nothing can change the tensors in between. No code of the user runs twice:
+modules, hooks, custom autograd functions and recomputations call each operator only once. If bits
+differ, the operator runs some more times. If these runs differ from each other, the kernel is not
+deterministic, and nothing is reported. The same holds for sums whose order is not fixed, because
+their runs may agree by chance. Otherwise the first run has computed a wrong value.
 
 | not run again                              | since                                           |
 |--------------------------------------------|-------------------------------------------------|
@@ -16,7 +16,8 @@ Otherwise the first run has computed something else.
 | where other dispatch modes are below       | they may answer for an operator, as selective   |
 |                                            | checkpointing does                              |
 
-Left out are units with units inside, whose forward communicates, tensor-parallel and compiled ones.
+Units that contain units are left out, because their forward communicates. Tensor-parallel and
+compiled units are left out, too.
 """
 
 from __future__ import annotations

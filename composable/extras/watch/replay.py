@@ -1,7 +1,7 @@
 """`python -m composable replay FOLDER`: the unit of an incident runs again, in one process.
 
-Each rank's call is repeated, one after the other, with the parameters that the shards of all ranks
-make together.
+The calls of all ranks are repeated, one after the other, with whole parameters that are put
+together from the shards of all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Classes of the script that was trained: `__main__` there, and in a replay only a file."""
+"""Find classes of the training script.
+
+The script was the module `__main__` in training, and is only a file in a replay.
+"""
 
 from __future__ import annotations
 import __future__

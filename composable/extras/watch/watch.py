@@ -1,9 +1,9 @@
 """`watch`: what goes wrong in a step is named before it spreads.
 
-A step, from `watch` to a finding: `events.py` tells `RankObserver` of forwards, backwards and
-messages, which looks at values (`checks.py`) and digests (`agreement.py`). Before the optimizer
-steps, which all ranks do, `Watch.end_step` exchanges what each rank has seen first: two integers,
-and the words (`findings.py`) only where there is something to say. Operators of a unit run again at
+A step, from `watch` to a finding: `events.py` notifies `RankObserver` of forwards, backwards and
+messages. `RankObserver` looks at values (`checks.py`) and digests (`agreement.py`). Before the
+optimizer steps, which all ranks do, `Watch.end_step` exchanges the first finding of each rank: two
+integers, and the text (`findings.py`) only if there is a finding. Operators of a unit run again at
 once (`repeat.py`); calls that are kept (`calls.py`) run again from a folder (`incident.py`,
 `replay.py`).
 """
