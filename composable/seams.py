@@ -47,8 +47,9 @@ attributes and call the methods that the protocols list; mypy checks its code ag
 
 These are collective, so all ranks must call them alike: functions that are `checked_on_all_ranks`,
 `written` (if a scope keeps a unit), `unscale_gradients`, `Group.unshard`, and all methods of what
-`driver_of` returns, except `reset`, which waits for what was launched. `called`, `values_exchanged`, `lose_step`, and `units_in` with a
-caller, notify observers, so all ranks must call these, too. The others send nothing.
+`driver_of` returns, except `reset`, which waits for what was launched. `called`,
+`values_exchanged`, `lose_step`, and `units_in` with a caller, notify observers, so all ranks must
+call these, too. The others send nothing.
 
 If an observer raises an error, the error ends the forward, backward or call that it was notified
 of, and later observers are not notified. Like any error in a step, it must be raised on all ranks.
