@@ -97,7 +97,7 @@ class Sampler(DistributedSampler):
 
 
 def steps_from(progress, loader):
-    """Yield the micro-batches of each step, from the row on that `progress` has reached."""
+    """Yield the micro-batches of each step, beginning at the row that `progress` has reached."""
     while True:
         loader.sampler.set_epoch(progress["epoch"])
         loader.sampler.first = progress["rows"]
