@@ -908,7 +908,7 @@ _NOT_TOGETHER: Final = (
         _TP_UNITS,
         "blocks.0",
         "tensor-parallel parameters",
-        "it has collectives that are not the library's",
+        "the model runs collectives of its own",
         ("fully_shard", "replicate"),
     ),
     (
@@ -916,7 +916,7 @@ _NOT_TOGETHER: Final = (
         ("experts",),
         "moe.experts",
         "tensor-parallel parameters",
-        "it has collectives that are not the library's",
+        "the model runs collectives of its own",
         ("fully_shard", "replicate"),
     ),
     (
@@ -924,7 +924,7 @@ _NOT_TOGETHER: Final = (
         ("own", "torch's fp16", "PowerSGD"),
         "(root)",
         "a communication hook",
-        "a rank that gives its step up cannot do what a hook does",
+        "a rank that gives up its step cannot run the hook's collectives",
         ("fully_shard", "replicate"),
     ),
     (
@@ -932,7 +932,7 @@ _NOT_TOGETHER: Final = (
         ("over one rank", "over two ranks"),
         "(root)",
         "reshard_after_forward with a number of ranks",
-        "what is gathered from neighbours is not known to others",
+        "ranks outside of this rank's neighbours do not know what these have gathered",
         ("fully_shard",),
     ),
     (
@@ -940,7 +940,7 @@ _NOT_TOGETHER: Final = (
         ("in backward",),
         "(root)",
         "an optimizer in backward",
-        "backward has stepped",
+        "the optimizer has already stepped when the step is given up",
         ("fully_shard", "replicate"),
     ),
 )
@@ -979,13 +979,13 @@ REFUSED: Final[tuple[Refused, ...]] = (
     Refused(
         {"join": "yes", "together": "yes"},
         "the scope was opened inside of join",
-        "a rank without data cannot stand in for one that raises as well",
+        "a rank without data already follows the others, so it cannot follow a rank that raises",
     ),
     Refused(
         {"optimizer": "in backward", "scaling": "GradScaler"},
         "a GradScaler came to step this optimizer, but backward has stepped",
-        "a step that is taken cannot be skipped",
-        late="nothing tells a backward that its loss is scaled",
+        "a step that was made cannot be skipped",
+        late="backward cannot know that its loss is scaled",
     ),
     Refused(
         {"mesh": "experts", "comm hook": "own"},
@@ -996,14 +996,14 @@ REFUSED: Final[tuple[Refused, ...]] = (
     Refused(
         {"extended parameters": "bytes", "shard_placement_fn": "the last"},
         "is gathered in a form of its own, and cannot be cut along dimension 1",
-        "its methods cut rows",
+        "its methods split rows only",
         arrays=("fully_shard",),
     ),
     *(
         Refused(
             {"extended parameters": "bytes", "reshard_after_forward": f"over {ranks}"},
             "is gathered in a form of its own, and cannot be kept over",
-            "a part over some ranks is a message of its own",
+            "what some ranks keep is gathered by a second message in another form",
             arrays=("fully_shard",),
         )
         for ranks in ("one rank", "two ranks")
@@ -1011,7 +1011,7 @@ REFUSED: Final[tuple[Refused, ...]] = (
     Refused(
         {"optimizer": "in backward", "clipping": "composable.clip_grad_norm_"},
         "is stepped in backward (apply_optimizer_in_backward)",
-        "there never are all gradients",
+        "backward frees each gradient after its step, so they never exist at the same time",
     ),
     *(
         Refused(
