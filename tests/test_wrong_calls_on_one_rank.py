@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import composable
 from composable.checked import checks_of
@@ -121,3 +122,17 @@ def test_a_scope_of_lost_steps_with_other_arguments() -> None:
     with pytest.raises(RanksDisagreeError, match="differ in give_up_after: from 2 to 3"):
         step(2 + dist.get_rank())
     step(2)
+
+
+@spmd(ranks=4)
+def test_ranks_beyond_the_mesh_of_the_model_raise_too() -> None:
+    """The ranks compare along the model's mesh, and then among those that have parts of the same
+    parameters.
+    """
+    mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(4, 4, device=current_device())
+    parallelize_module(model, mesh["tp"], ColwiseParallel())
+    composable.fully_shard(model, mesh=mesh["dp"])
+    dtype = torch.bfloat16 if dist.get_rank() == 1 else None
+    error = _raised(lambda: composable.full_state_dict(model, dtype=dtype))
+    assert "the ranks differ in dtype: rank 1 has torch.bfloat16, rank 3 None" in str(error)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable.api.scopes import units_in
 from composable.checked import checks_of, is_bool
 from composable.comm import Comm
+from composable.comm.choose import ranks_of
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.loading import says_nothing_of_groups
@@ -107,37 +108,35 @@ def all_or_none(
     except Exception as caught:
         error = caught
     failure = None if error is None else f"{type(error).__name__}: {first_line(error)}"
-    agree, differ = True, ""
-    for comm in comms:
+    for comm in comms:  # what one has shown, ranks of the next one hear
         launch = Launch(f"agreement of {caller}")
         said = comm.all_gather_objects((failure, must_agree, arguments or {}), launch)
-        failed = [
-            f"rank {rank}: {text}" for rank, (text, *_) in enumerate(said) if text is not None
-        ]
-        failure = failure or next(iter(failed), None)
-        agree = agree and all(number == must_agree for _, number, _ in said)
-        differ = differ or _difference([given for *_, given in said])
+        by_rank = dict(zip(ranks_of(comm), said, strict=True))
+        failed = [f"rank {rank}: {text}" for rank, (text, *_) in by_rank.items() if text]
+        failure = failure or next(iter(failed), None) or _difference(by_rank)
     if error is not None:
         raise error
     if failure:
         raise RanksDisagreeError(f"{caller}: {failure}")
-    if differ:
-        raise RanksDisagreeError(f"{caller}: {differ}. Pass the same arguments on every rank")
-    if not agree:
-        raise RanksDisagreeError(
-            f"{caller}: the ranks have tensors of different names or shapes in their state dicts,"
-            " as experts on meshes of their own. Export such modules one by one, on the ranks that"
-            " have them, or use torch.distributed.checkpoint"
-        )
 
 
-def _difference(said: Sequence[Mapping[str, str]]) -> str:
-    """Say in which argument a rank differs from rank 0; "" if there is none."""
-    for name, value in said[0].items():
-        for rank, given in enumerate(said):
+def _difference(said: Mapping[int, tuple[str | None, int, Mapping[str, str]]]) -> str | None:
+    """Say in what a rank differs from the first one; None if in nothing."""
+    first, (_, names, values) = next(iter(said.items()))
+    for rank, (_, its_names, given) in said.items():
+        for name, value in values.items():
             if given.get(name, value) != value:
-                return f"the ranks differ in {name}: rank 0 has {value}, rank {rank} {given[name]}"
-    return ""
+                return (
+                    f"the ranks differ in {name}: rank {first} has {value}, rank {rank}"
+                    f" {given[name]}. Pass the same arguments on every rank"
+                )
+        if its_names != names:
+            return (
+                "the ranks have tensors of different names or shapes in their state dicts, as"
+                " experts on meshes of their own. Export such modules one by one, on the ranks that"
+                " have them, or use torch.distributed.checkpoint"
+            )
+    return None
 
 
 def checked_on_all_ranks(function: F) -> F:
@@ -174,6 +173,8 @@ def checked_on_all_ranks(function: F) -> F:
 def _as_compared(name: str, value: Any) -> str:
     """Return what ranks compare: hosts may have a folder elsewhere, and objects are their own."""
     plain = is_bool(value) or isinstance(value, str | Real | torch.dtype | Mapping | None)
+    if isinstance(value, Mapping):
+        value = dict(sorted(value.items(), key=str))
     return str(value) if plain and (value is None or name != "folder") else "another object"
 
 

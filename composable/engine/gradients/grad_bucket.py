@@ -491,10 +491,16 @@ class Accumulated:
         unit came or went.
         """
         wanted: dict[ManagedParam, bool] = {}
+        plain: list[ManagedParam] = []  # whose gradients now are on DTensors, and say `Replicate`
         for each in former:
             if each.backwards and not set(each._params).isdisjoint(self._params):
                 self.backwards = max(self.backwards, each.backwards)
                 wanted.update(zip(each._params, each.wanted, strict=True))
+                plain += each._params if each.marks and not self.marks else ()
+        for index, param in enumerate(self._params):
+            gradient = self._at_rest[index].grad
+            if gradient is not None and param in plain:
+                self._show(index, self._unreduced(index, local_tensor(gradient)))
         if self.backwards:
             self.wanted = tuple(wanted.get(param, False) for param in self._params)
             self._mark()

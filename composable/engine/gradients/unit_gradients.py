@@ -143,6 +143,10 @@ class UnitGradients:
         ones waits on.
         """
         buckets, sparse = self.buckets, self.sparse
+        if self._arrive_in and spec.kind is not UnitKind.ARRIVAL:
+            buckets, self._arrive_in = [*buckets, *self._arrive_in], ()
+        elif spec.kind is UnitKind.ARRIVAL and not self._arrive_in:
+            self._arrive_in = buckets  # until there are others
         self.clear()
         self.spec, self.params, self.groups = spec, params, groups
         for group in groups:

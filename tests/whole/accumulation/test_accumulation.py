@@ -7,6 +7,7 @@ which ranks leave out layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composable import (
     MixedPrecisionPolicy,
@@ -24,6 +25,7 @@ from composable import (
     no_sync,
     reduce_gradients,
     registry,
+    remove,
     replicate,
 )
 from tests.helpers.battery import Case
@@ -322,6 +324,36 @@ def test_one_rank_accumulates_like_several() -> None:
             _step(model, *CASE.inputs(0, 0, 0, current_device()))
         reduce_gradients(model)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@spmd(ranks=2)
+def test_what_waits_is_reduced_by_the_model_that_a_unit_comes_into_or_leaves() -> None:
+    """`replicate` alone reduces by arrival, next to shards in backward's order."""
+    torch.manual_seed(0)
+    data = torch.randn(2, 2, 3, 4, device=current_device())  # by micro-batch and rank
+    mine = data[:, dist.get_rank()]
+    for leaves in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(current_device())
+        plain, whole = copy.deepcopy(model), model
+        replicate(model[1])
+        if leaves:
+            fully_shard(model)
+        with no_sync(model[1]):
+            model[1](mine[0]).square().mean().backward()
+        if leaves:
+            remove(model, "fully_shard")
+            whole = model[1]
+        else:
+            fully_shard(model)
+        whole(mine[1]).square().mean().backward()
+        for rank in range(2):
+            plain[1](data[0, rank]).square().mean().backward()
+            (plain[1] if leaves else plain)(data[1, rank]).square().mean().backward()
+        expected, found = plain[1].weight.grad, model[1].weight.grad
+        assert expected is not None
+        assert found is not None
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(found, expected / 2)
 
 
 class Two(nn.Module):
