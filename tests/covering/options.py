@@ -909,7 +909,7 @@ _NOT_TOGETHER: Final = (
         "blocks.0",
         "tensor-parallel parameters",
         "the model runs collectives of its own",
-        ("fully_shard", "replicate"),
+        ("fully_shard", "replicate", "offloaded"),
     ),
     (
         "mesh",
@@ -917,7 +917,7 @@ _NOT_TOGETHER: Final = (
         "moe.experts",
         "tensor-parallel parameters",
         "the model runs collectives of its own",
-        ("fully_shard", "replicate"),
+        ("fully_shard", "replicate", "offloaded"),
     ),
     (
         "comm hook",
@@ -925,7 +925,7 @@ _NOT_TOGETHER: Final = (
         "(root)",
         "a communication hook",
         "a rank that gives up its step cannot run the hook's collectives",
-        ("fully_shard", "replicate"),
+        ("fully_shard", "replicate", "offloaded"),
     ),
     (
         "reshard_after_forward",
@@ -933,7 +933,7 @@ _NOT_TOGETHER: Final = (
         "(root)",
         "reshard_after_forward with a number of ranks",
         "ranks outside of this rank's neighbours do not know what these have gathered",
-        ("fully_shard",),
+        _SHARDED,
     ),
     (
         "optimizer",
@@ -941,7 +941,7 @@ _NOT_TOGETHER: Final = (
         "(root)",
         "an optimizer in backward",
         "the optimizer has already stepped when the step is given up",
-        ("fully_shard", "replicate"),
+        ("fully_shard", "replicate", "offloaded"),
     ),
 )
 REFUSED: Final[tuple[Refused, ...]] = (
