@@ -30,6 +30,7 @@ from composable import (
     unshard,
 )
 from composable.comm import Work, ledger
+from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.params.gather import Gather
 from composable.engine.params.param_group import ShardedState
 from composable.engine.step.unit import units_below
@@ -37,7 +38,7 @@ from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers import world
 from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.logged import logged
-from tests.helpers.world import Pool, RanksFailed, spmd
+from tests.helpers.world import Pool, RanksFailed, current_device, spmd
 
 WIDTH: Final = 8
 
@@ -213,6 +214,22 @@ def test_a_gather_that_fails_in_a_reset_keeps_no_other_group_of_its_unit() -> No
     assert "was reset: as planned" in lines[1]
     block.in_forward = None
     _loss(model).backward()
+
+
+@spmd(ranks=2)
+def test_a_reduction_that_fails_to_launch_leaves_no_local_gradients() -> None:
+    """They are added, in place, to the means of the backward before."""
+    model = replicate(nn.Linear(4, 4).to(current_device()), bucket_cap_mb=1e-6)
+    x = torch.randn(3, 4, device=current_device())
+    for _ in range(2):
+        model(x).square().mean().backward()
+    no_memory = mock.patch.object(
+        GradBucket, "reduce", side_effect=torch.OutOfMemoryError("on purpose")
+    )
+    with no_memory, pytest.raises(torch.OutOfMemoryError):
+        model(x).square().mean().backward()
+    reset(model)
+    assert [each.grad for each in model.parameters()] == [None, None]
 
 
 @pytest.mark.parametrize(
