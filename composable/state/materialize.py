@@ -3,8 +3,8 @@
 The model was built and annotated on the meta device. Each rank reads its own part of a folder of
 safetensors, and initialisers fill only what the folder does not have. First the folder is read
 (`folder.py`), and a plan assigns its tensors to the model (`folder_plan.py`). Then the model is
-written to (`writing.py`, `initialise.py`). The ranks send each other only their arguments, and
-whether all of them can read what they need, before anything is written.
+written to (`writing.py`, `initialise.py`). The ranks compare only their arguments and random
+states, and whether all of them can read what they need, before anything is written.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 | gradients of | are launched |
 |--------------|--------------|
-| units with shards | where backward leaves the unit: `leave` |
+| units with shards | where backward leaves the unit: `end_unit` |
 | units with shards that had several forwards | when backward has left the last of these |
 | replicated units next to shards | where backward leaves the next unit with shards, used or not |
 | a unit with a gradient after it was left, or without being entered | at the end: `remaining` |

@@ -738,7 +738,8 @@ def join(
         others: as for `joinable`: more models, the optimizers, a `GradScaler`, schedulers.
         divide_by_initial_world_size: divide gradients by the number of all ranks. False divides by
             the number of ranks that had data in the last forward.
-        enabled: pass False if no rank can run out of data. Then the ranks exchange nothing.
+        enabled: pass False if no rank can run out of data. Then the ranks exchange nothing in
+            steps.
         throw_on_early_termination: raise on all ranks when one rank has run out of data.
 
     Raises:

@@ -338,6 +338,8 @@ def message_of(launch: Launch, tensors: Columns) -> Message | None:
         what a communication hook sends, or copies in memory that somebody supplies.
     """
     sent = tensors[-1] if tensors else ()
+    if launch.sender is None:  # built anew, and a lost step launches again what was before
+        return None
     if launch.kind is LaunchKind.GATHER_SPARSE:
         param: Param = launch.sender
         return Message(sent, [(param.fqn, each) for each in sent], [param.at_rest])
