@@ -187,7 +187,6 @@ def test_a_state_table_has_the_states_of_its_enum(module: object, states: type[e
 
 
 @cache
-@cache
 def _messages() -> str:
     """All texts in the package's code, one a line, with `…` in place of what is filled in."""
 

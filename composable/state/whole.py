@@ -108,7 +108,7 @@ def all_or_none(
     except Exception as caught:
         error = caught
     failure = None if error is None else f"{type(error).__name__}: {first_line(error)}"
-    for comm in comms:  # the next one is told, too
+    for comm in comms:  # ranks of the next one get it, too
         launch = Launch(f"agreement of {caller}")
         said = comm.all_gather_objects((failure, must_agree, arguments or {}), launch)
         by_rank = dict(zip(ranks_of(comm), said, strict=True))
