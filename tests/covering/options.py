@@ -909,7 +909,7 @@ _NOT_TOGETHER: Final = (
         "blocks.0",
         "tensor-parallel parameters",
         "the model runs collectives of its own",
-        ("fully_shard", "replicate", "offloaded"),
+        _ON_DEVICE,
     ),
     (
         "mesh",
@@ -917,15 +917,23 @@ _NOT_TOGETHER: Final = (
         "moe.experts",
         "tensor-parallel parameters",
         "the model runs collectives of its own",
-        ("fully_shard", "replicate", "offloaded"),
+        _ON_DEVICE,
     ),
     (
         "comm hook",
-        ("own", "torch's fp16", "PowerSGD"),
+        ("own", "torch's fp16"),
         "(root)",
         "a communication hook",
         "a rank that gives up its step cannot run the hook's collectives",
-        ("fully_shard", "replicate", "offloaded"),
+        (*_ON_DEVICE, "offloaded"),
+    ),
+    (
+        "comm hook",
+        ("PowerSGD",),
+        "(root)",
+        "a communication hook",
+        "a rank that gives up its step cannot run the hook's collectives",
+        _ON_DEVICE,
     ),
     (
         "reshard_after_forward",
@@ -941,7 +949,7 @@ _NOT_TOGETHER: Final = (
         "(root)",
         "an optimizer in backward",
         "the optimizer has already stepped when the step is given up",
-        ("fully_shard", "replicate", "offloaded"),
+        (*_ON_DEVICE, "offloaded"),
     ),
 )
 REFUSED: Final[tuple[Refused, ...]] = (
