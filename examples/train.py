@@ -33,7 +33,7 @@ def main():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(256, 64), *(Block(64) for _ in range(4)), nn.Linear(64, 256))
 
-    checkpoint(model, policy={Block})  # forget activations, recompute them in backward
+    checkpoint(model, policy={Block})  # drop activations, recompute them in backward
     fully_shard(model, policy={Block})  # each block is a unit; the model is the unit of the rest
     # after fully_shard: it holds the sharded parameters
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -59,7 +59,7 @@ def annotate(model: GPT) -> GPT:
     """Annotate the modules in place; the training loop is the same as for the un-annotated
     model.
     """
-    checkpoint(model, policy={Block})  # forget activations, recompute them in backward
+    checkpoint(model, policy={Block})  # drop activations, recompute them in backward
     replicate(model.tok_emb)  # plain data parallel
     # the rest: parameters, gradients and optimizer state sharded
     fully_shard(model, policy={Block})

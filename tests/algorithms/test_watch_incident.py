@@ -144,7 +144,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        return scaled(self.linear(x), 0.0)
+        return scaled(self.linear(x) * 0, 0.0)
 
 
 folder = sys.argv[1]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -28,7 +28,10 @@ from tests.helpers.mixtures import (
     sharded,
 )
 from tests.helpers.world import current_device, spmd
+from tests.meshes import test_dims
 
+# torch 2.11 has none
+DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", test_dims.Dims)
 ORDERS: Final = (1.0, 2.0, 3.0, math.inf)
 
 

@@ -236,7 +236,7 @@ def parts_that_do_not_fit() -> Refusals:
     plain: Any = parameter.data
     for placements in ([], [Shard(2)], [Partial()], [Shard(0), Shard(0)]):
         yield lambda placements=placements: declare_part(parameter, tp, placements), "AnnotationError: ...do not fit a parameter of shape..."
-    yield lambda: declare_part(plain, tp, [Shard(0)]), "ArgumentError: declare_part: parameter must be a parameter, got a Tensor"
+    yield lambda: declare_part(plain, tp, [Shard(0)]), "AnnotationError: declare_part: parameter must be a plain nn.Parameter, got a Tensor"
     first = tp.get_local_rank() == 0
     module = nn.Linear(2, 3 if first else 4)  # the last ones have the rest, not the first
     declare_part(module.weight, tp, [Shard(0)])

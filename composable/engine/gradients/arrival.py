@@ -215,11 +215,11 @@ class Buckets:
         unit, absent = bucket.unit, bucket.absent()
         if builds_graph and len(absent) < bucket.trainable.count(True):
             unit.refuse_graph()
-        if not builds_graph:
-            bucket.reduce(unit.accumulation.now, absent)
-        self._launched += 1
         if builds_graph:
+            self._launched += 1
             return
+        bucket.reduce(unit.accumulation.now, absent)
+        self._launched += 1
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
         # and not only at the end.
         for before in self.buckets[max(0, self._launched - 2) : self._launched - 1]:

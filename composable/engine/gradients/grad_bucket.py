@@ -36,7 +36,7 @@ that are reduced in float32, a sum of many backwards in bfloat16 would stop grow
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress, repeat
 from operator import is_, is_not, or_
 from typing import TypeGuard
@@ -486,20 +486,22 @@ class Accumulated:
         self.backwards = 0
         self.wanted: tuple[bool, ...] = ()
 
-    def resume(self, former: Iterable[Accumulated]) -> None:
+    def resume(self, former: Sequence[Accumulated]) -> None:
         """Go on with what waits in former buckets: users have moved or replaced parameters, or a
         unit came or went.
         """
         wanted: dict[ManagedParam, bool] = {}
-        plain: list[ManagedParam] = []  # whose gradients now are on DTensors, and say `Replicate`
         for each in former:
             if each.backwards and not set(each._params).isdisjoint(self._params):
                 self.backwards = max(self.backwards, each.backwards)
                 wanted.update(zip(each._params, each.wanted, strict=True))
-                plain += each._params if each.marks and not self.marks else ()
+        plain = [
+            param for each in former if each.marks and each.backwards for param in each._params
+        ]
         for index, param in enumerate(self._params):
             gradient = self._at_rest[index].grad
-            if gradient is not None and param in plain:
+            if not self.marks and gradient is not None and param in plain:
+                # It is on a DTensor now, which says `Replicate`.
                 self._show(index, self._unreduced(index, local_tensor(gradient)))
         if self.backwards:
             self.wanted = tuple(wanted.get(param, False) for param in self._params)

@@ -142,11 +142,7 @@ class UnitGradients:
         """(Re)build buckets around the tensors that are registered now. What waits in the former
         ones waits on.
         """
-        buckets, sparse = self.buckets, self.sparse
-        if self._arrive_in and spec.kind is not UnitKind.ARRIVAL:
-            buckets, self._arrive_in = [*buckets, *self._arrive_in], ()
-        elif spec.kind is UnitKind.ARRIVAL and not self._arrive_in:
-            self._arrive_in = buckets  # until there are others
+        former, sparse = [*self.buckets, *self._arrive_in], self.sparse
         self.clear()
         self.spec, self.params, self.groups = spec, params, groups
         for group in groups:
@@ -155,7 +151,9 @@ class UnitGradients:
             self._listen_for(param)
         for each in self.sparse:
             each.resume(sparse)
-        self._exchange(buckets, self.buckets)
+        self._exchange(former, self.buckets)
+        # The next ones of `arrival.py` come later, and take over from these.
+        self._arrive_in = former if spec.kind is UnitKind.ARRIVAL else ()
 
     def arrive_in(self, buckets: Sequence[GradBucket]) -> None:
         """Of the kind ARRIVAL: these buckets of `arrival.py` reduce its gradients from now on."""
