@@ -344,20 +344,23 @@ def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
     units = {module for module in names if registry(module)}
     around: list[tuple[str, str]] = []  # of each module whose forward runs, innermost last
 
-    def enter(module: nn.Module, _: Any) -> None:
+    def pre_forward(module: nn.Module, _: Any) -> None:
         around.append((machine.module, machine.unit))
         machine.at(module=names.get(module, type(module).__name__))
         if module in units:
             machine.at(unit=machine.module)
 
-    def leave(module: nn.Module, _: Any, output: Any) -> None:
+    def post_forward(module: nn.Module, _: Any, output: Any) -> None:
         before, unit = around.pop()
         machine.at(module=before, unit=unit)
         tensor = next((t for t in tensors_in(output) if t.grad_fn is not None), None)
         if module in units and tensor is not None:
             tensor.register_hook(lambda _: machine.at(unit=names[module]))
 
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    handles = [
+        register_module_forward_pre_hook(pre_forward),
+        register_module_forward_hook(post_forward),
+    ]
     try:
         yield
     finally:

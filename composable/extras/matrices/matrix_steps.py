@@ -6,7 +6,7 @@ The code runs once for each batch of matrices. While it computes one batch, the 
 next batch and the new rows of the one before are sent.
 
 An owner keeps a copy of its matrices, so only gradients have to be sent to it. After each step,
-every rank takes fingerprints of its shards. If a shard was written to since then, in any way, the
+every rank computes digests of its shards. If a shard was written to since then, in any way, the
 rank sends it to the owner, too.
 """
 
@@ -445,7 +445,7 @@ class MatrixStepping(Stepping):
             OptimizerError: the last step has left parameters in attributes, on any of the ranks.
         """
         keeps = _kept_by(optimizer)
-        now = self._fingerprints(stepped)
+        now = self._digests_of(stepped)
         stale: set[Tensor] = set()
         for comm, parameters in self._by_comm.items():
             has = bytes(parameter in now for parameter in parameters)
@@ -462,7 +462,7 @@ class MatrixStepping(Stepping):
                 stale |= {each for each, flag in zip(found, moved, strict=True) if flag}
         return stale
 
-    def _fingerprints(self, stepped: Sequence[Tensor]) -> dict[Tensor, int]:
+    def _digests_of(self, stepped: Sequence[Tensor]) -> dict[Tensor, int]:
         """Of what is stepped; 0 of what its owners have anyway."""
         found = [each for each in stepped if not all(m.stays for m in self._matrices[each])]
         taken = digests_as_ints(found)
@@ -476,7 +476,7 @@ class MatrixStepping(Stepping):
         if step is None or others is None:
             return
         step.close(_LAST, others.left())
-        self._prints |= self._fingerprints(step.parameters)
+        self._prints |= self._digests_of(step.parameters)
         try:
             others.finish(optimizer)
         except OptimizerError as error:

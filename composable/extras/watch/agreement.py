@@ -32,8 +32,9 @@ from composable.comm import Comm, ranks_of
 from composable.comm.launch import Launch
 from composable.contract.tree import managed_buffers
 from composable.errors import few
-from composable.extras.watch.calls import by_index, digests_of, generator_state, version_of
+from composable.extras.watch.calls import by_index, generator_state, version_of
 from composable.extras.watch.findings import Finding, hint
+from composable.memory.digests import digests
 from composable.memory.offload import wait_for_traffic
 from composable.seams import Group, Param, Root, Unit, hooks_of
 from composable.torch_private import local_tensor
@@ -157,7 +158,7 @@ class Agreement:
     @torch.no_grad()
     def _note(self, comm: Comm, rows: Iterable[tuple[Key, Tensor]]) -> None:
         pairs = [*rows]
-        found = digests_of([tensor for _, tensor in pairs])
+        found = digests([tensor for _, tensor in pairs])
         self._noted.append((comm, [key for key, _ in pairs], list(found)))
 
     # --- the comparison --------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from traceback import walk_stack
 from typing import Any, Final
@@ -52,7 +52,7 @@ class ModuleCall:
     @torch.no_grad()
     def end(self, output: Any) -> None:
         """The module has computed."""
-        self.outputs = list(digests_of([each.detach() for each in tensors_in(output)]))
+        self.outputs = list(digests([each.detach() for each in tensors_in(output)]))
 
     def end_step(self) -> None:
         """The step has ended. Hooks of outputs refer to the gradients for as long as these live."""
@@ -94,11 +94,6 @@ def _detached(tensor: Tensor) -> Tensor:
 def version_of(tensor: Tensor) -> int:
     """Of its writes; those of inference tensors are not counted."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def digests_of(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """Numbers by which ranks compare tensors, see `memory/digests.py`."""
-    return digests(tensors)
 
 
 def by_index(found: Iterable[tuple[list[int], Tensor]]) -> dict[int, int]:

@@ -201,7 +201,7 @@ class RankObserver:
     def raised(self, unit: Unit) -> None:
         """A module of a unit that was entered has raised, or what came before it."""
         if self.repeat is not None and self.repeat.unit is unit:
-            self.repeat.leave()
+            self.repeat.stop()
 
     # --- backward --------------------------------------------------------------------------------
 

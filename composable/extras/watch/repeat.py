@@ -97,11 +97,11 @@ class Repeat:
 
     def end(self, output: Any) -> None:
         """It has computed. Where backward comes to what it made, operators run again, too."""
-        if (since := self.leave()) is not None and not backward_will_be_compiled():
+        if (since := self.stop()) is not None and not backward_will_be_compiled():
             for node in _nodes_since(since, tensors_in(output)):
                 node.register_prehook(self._twice.enter_node)
 
-    def leave(self) -> int | None:
+    def stop(self) -> int | None:
         """It has computed, or raised. Returns its first node by number, if operators ran again."""
         again, since = self._open.pop() if self._open else (False, 0)
         if again:

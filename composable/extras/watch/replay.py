@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from composable.contract.values import tensors_in
 from composable.errors import ReplayError, first_line
-from composable.extras.watch.calls import are_apart, by_index, digests_of
+from composable.extras.watch.calls import are_apart, by_index
 from composable.extras.watch.checks import is_finite, range_of
 from composable.extras.watch.incident import FORMAT
 from composable.extras.watch.script import Script
+from composable.memory.digests import digests
 
 COLUMNS: Final = ("shard", "gather", "inputs", "forward", "backward", "reduction")
 _SOUND: Final = "sound"
@@ -160,7 +161,7 @@ def _gather(file: File, peers: Sequence[File]) -> str:
     for peer in peers:
         for each in peer["parameters"]:
             key = f"{each['name']} (in forward) {peer['shard']}"
-            sent = by_index(digests_of([each["shard"].to(each["dtype"])]))
+            sent = by_index(digests([each["shard"].to(each["dtype"])]))
             if sent and sent[0] != file["gathered"].get(key, sent[0]):
                 return f"other rows of {each['fqn']} than rank {peer['rank']} has"
     return _SOUND
@@ -191,7 +192,7 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     outputs = tensors_in(output)
     row["forward"] = _first_bad("output", outputs)
     if row["forward"] == _SOUND and _comparable(file):
-        for index, number in by_index(digests_of([each.detach() for each in outputs])).items():
+        for index, number in by_index(digests([each.detach() for each in outputs])).items():
             if file["outputs"].get(index, number) != number:
                 row["forward"] = f"output {index} has other bits"
     ends = [(outputs[index], g) for index, g in file["gradients"].items() if index < len(outputs)]
