@@ -36,7 +36,9 @@ class Constant(NamedTuple):
 CONSTANTS: Final = {
     "IN_FLIGHT": Constant("composable.engine.gradients.post_backward", "composable", (1, 0, 3)),
     "FIRST_BYTES": Constant(
-        "composable.engine.gradients.arrival", "composable-replicate", (1 << 20, 1 << 16, 25 << 20)
+        "composable.engine.gradients.post_backward",
+        "composable-replicate",
+        (1 << 20, 1 << 16, 25 << 20),
     ),
 }
 

@@ -151,8 +151,8 @@ def install() -> None:
     """Make the device, and stand in for what reads numbers that fake tensors do not have."""
     import composable.api.fully_shard  # noqa: F401 - the module, which the function of that name hides
     from composable.comm.base import GroupComm
-    from composable.engine.gradients.arrival import Buckets
     from composable.engine.gradients.grad_bucket import GradBucket
+    from composable.engine.gradients.post_backward import Buckets
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 

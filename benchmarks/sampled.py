@@ -69,7 +69,7 @@ def main(options: argparse.Namespace) -> None:
         model.zero_grad()
     each = 1e6 * seconds / steps / options.units / max(1, samples.count)  # us of a unit and sample
     # where C returns from the graph to a hook: autograd's own time, of which nothing is ours
-    graph = samples.files.pop("engine/step/outputs.py", 0)
+    graph = samples.files.pop("engine/step/visit.py", 0)
     decides = sum(n for file, n in samples.files.items() if file.startswith(DECIDES))
     rows = [[file, f"{each * n:.1f}"] for file, n in samples.files.most_common(25)]
     rows += [

@@ -26,9 +26,9 @@ from composable.policies import (
     Policy,
     SizePolicy,
     as_policy,
+    repeated_modules,
     select_modules,
 )
-from composable.policies.base import repeated_modules
 
 
 class Block(nn.Module):
@@ -357,7 +357,7 @@ def _select(answer: Callable[[nn.Module], Any]) -> None:
         (lambda: _answer(torch.ones(1)), "the policy's function returned a Tensor for Sequential 'blocks.1.mlp'; it must return True, False or a dict of keyword overrides"),
         (lambda: _answer([]), "the policy's function returned an empty list for Sequential 'blocks.1.mlp'; it must return True, False or a dict of keyword overrides"),
         (lambda: _select(lambda root: None), "Answering.select returned None; it must return a dict of modules and overrides"),
-        (lambda: _select(lambda root: [root.emb]), "Answering.select returned a list of Linear; it must return a dict of modules and overrides"),
+        (lambda: _select(lambda root: [root.emb]), "Answering.select returned a list of Embedding; it must return a dict of modules and overrides"),
         (lambda: _select(lambda root: {"emb": {}}), "Answering.select returned the str 'emb', which is no module of the GPT"),
         (lambda: _select(lambda root: {root.emb: None}), "Answering.select returned None for Embedding 'emb', not a dict of overrides"),
         (lambda: _select(lambda root: {Block(): {}}), "Answering.select returned a Block, which is no module of the GPT"),

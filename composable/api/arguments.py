@@ -29,7 +29,7 @@ from composable.engine.params.precision import BufferHolder
 from composable.errors import AnnotationError, MeshError, kind_of, what_is_there
 from composable.features.dtensor_form import mesh_and_placements
 from composable.memory.streams import has_streams
-from composable.policies.base import by_all_names
+from composable.policies import by_all_names
 
 logger = logging.getLogger("composable")
 

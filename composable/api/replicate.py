@@ -13,7 +13,7 @@ from composable.api.units import annotate
 from composable.checked import PositiveFloat
 from composable.config import GradReduce, StateSync
 from composable.contract.contract import Target, contract
-from composable.engine.edits.removal import before_removal
+from composable.engine.edits.tree import before_removal
 from composable.engine.step.unit import Unit
 from composable.errors import UnknownArgumentError
 from composable.policies import PolicyLike

@@ -22,8 +22,7 @@ from composable.errors import (
     did_you_mean,
     few,
 )
-from composable.policies import PolicyLike, select_modules
-from composable.policies.base import by_all_names
+from composable.policies import PolicyLike, by_all_names, select_modules
 
 logger = logging.getLogger("composable")
 

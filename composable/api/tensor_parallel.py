@@ -17,7 +17,7 @@ from composable.checked import checked
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.contract.tree import Managed, managed_parameters
-from composable.engine.params.form import ParamForm
+from composable.engine.params.param import ParamForm
 from composable.errors import AnnotationError, RanksDisagreeError, first_line, with_article
 from composable.features.dtensor_form import (
     PART,

@@ -52,8 +52,7 @@ from composable.contract.tree import (
 )
 from composable.engine.edits.copies import attach_copying, detach_copying
 from composable.engine.edits.loading import StateDictHooks, keep_attributes
-from composable.engine.edits.removal import restore
-from composable.engine.edits.tree import settle
+from composable.engine.edits.tree import restore, settle
 from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ParamInfo
 from composable.engine.params.precision import ExactModule

@@ -21,7 +21,10 @@ all-reduces (features/traced.py).
 | `SuppliedComm`     | those of another comm, in one message and in supplied memory |
 """
 
-from composable.comm.accelerator import AcceleratorComm as AcceleratorComm
+from composable.comm.backends import AcceleratorComm as AcceleratorComm
+from composable.comm.backends import GenericComm as GenericComm
+from composable.comm.backends import LocalComm as LocalComm
+from composable.comm.backends import PointToPointComm as PointToPointComm
 from composable.comm.base import Comm as Comm
 from composable.comm.base import Traits as Traits
 from composable.comm.base import Work as Work
@@ -36,14 +39,11 @@ from composable.comm.choose import ranks_of as ranks_of
 from composable.comm.choose import reduce_numbers as reduce_numbers
 from composable.comm.choose import subgroup_of as subgroup_of
 from composable.comm.choose import world_group as world_group
-from composable.comm.host import GenericComm as GenericComm
-from composable.comm.host import PointToPointComm as PointToPointComm
 from composable.comm.launch import Launch as Launch
 from composable.comm.launch import LaunchKind as LaunchKind
 from composable.comm.ledger import Ledger as Ledger
 from composable.comm.ledger import debug_enabled as debug_enabled
 from composable.comm.ledger import ledger_of as ledger_of
-from composable.comm.local import LocalComm as LocalComm
 from composable.comm.mesh_info import MeshInfo as MeshInfo
 from composable.comm.mesh_info import mesh_info_of_replicas as mesh_info_of_replicas
 from composable.comm.mesh_info import mesh_info_of_shards as mesh_info_of_shards

@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.comm.accelerator import AcceleratorComm
+from composable.comm.backends import AcceleratorComm, GenericComm, LocalComm, PointToPointComm
 from composable.comm.base import Comm, backend_of
-from composable.comm.host import GenericComm, PointToPointComm
 from composable.comm.launch import Launch
-from composable.comm.local import LocalComm
 from composable.comm.supplied import with_own_memory, with_symmetric_memory
 from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.streams import has_streams, streams_of

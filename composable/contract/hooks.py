@@ -1,4 +1,4 @@
-"""Forward hooks of annotations. Backward is followed by the engine (`engine/step/outputs.py`).
+"""Forward hooks of annotations. Backward is followed by the engine (`engine/step/visit.py`).
 
 A module has one pair of forward hooks, however many annotations it has. Each annotation adds a
 bracket: what it does before and after forward. `OUTERMOST_FIRST` gives the order in which brackets

@@ -35,7 +35,7 @@ from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
 from composable.comm import Comm, comm_of
-from composable.engine.params.form import ParamForm
+from composable.engine.params.param import ParamForm
 from composable.tensors.dtensors import whole_of, wrap
 from composable.torch_private import (
     local_of,

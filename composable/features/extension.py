@@ -42,10 +42,9 @@ from composable.comm.base import Again, Comm, Work
 from composable.comm.launch import Launch
 from composable.comm.mesh_info import MeshInfo
 from composable.config import MixedPrecisionPolicy
-from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, Sends
-from composable.engine.params.param_group import ShardedGroup
+from composable.engine.params.param_group import Gather, ShardedGroup
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer, note_resized

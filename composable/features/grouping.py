@@ -17,10 +17,9 @@ from composable.comm.base import DONE, Work
 from composable.comm.launch import Launch
 from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, memory_order
-from composable.engine.params.param_group import Grouping, ParamGroup, ShardedGroup
+from composable.engine.params.param_group import Gather, Grouping, ParamGroup, ShardedGroup
 from composable.engine.params.precision import Precision
 from composable.features.extension import ExtendedGroup
 from composable.memory.offload import ComingShards, HostHome

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from composable.engine.params.form import PLAIN, ParamForm
+from composable.engine.params.param import PLAIN, ParamForm
 from composable.tensors.protocol import is_packed as is_packed
 
 # Whether a linear of bitsandbytes packs its weight anew for evaluation on a CPU with AVX512-BF16.

@@ -25,7 +25,7 @@ from composable.compilation import backward_is_compiled, traceable
 from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.gradients.reduction import division_factors
 from composable.engine.gradients.unit_gradients import UnitKind
-from composable.engine.params.param_hooks import DeferredHooks
+from composable.engine.params.param import DeferredHooks
 from composable.engine.step.observer import DECISIONS, open_scope
 from composable.engine.step.root import Root
 from composable.errors import DifferentiationError

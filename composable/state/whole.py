@@ -19,8 +19,7 @@ from composable.comm.choose import ranks_of
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.loading import says_nothing_of_groups
-from composable.engine.params.form import PLAIN, ParamForm
-from composable.engine.params.param import ManagedParam, copy_attributes
+from composable.engine.params.param import PLAIN, ManagedParam, ParamForm, copy_attributes
 from composable.engine.step.root import end_interrupted
 from composable.engine.step.unit import Unit
 from composable.errors import PhaseError, RanksDisagreeError, first_line

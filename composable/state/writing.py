@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.comm import is_distributed
-from composable.engine.params.param_hooks import move_hooks
+from composable.engine.params.param import move_hooks
 from composable.engine.step.unit import unit_of
 from composable.features.packed import is_packed
 from composable.state.folder import Box, Files

@@ -19,7 +19,7 @@ from composable.comm import LocalComm, MeshInfo, ledger_of
 from composable.contract.tree import Place
 from composable.engine.edits.loading import StateDictHooks
 from composable.engine.gradients.agreed import Agreed
-from composable.engine.gradients.arrival import FIRST_BYTES, Buckets
+from composable.engine.gradients.post_backward import FIRST_BYTES, Buckets
 from composable.engine.params.param import ParamInfo
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import GRADIENT_HOOKS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from composable.engine.step.outputs import Watched, before_gradient, before_node, watch
+from composable.engine.step.visit import Watched, before_gradient, before_node, watch
 from composable.torch_private import next_node
 
 

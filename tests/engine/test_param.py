@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from composable.contract.tree import Place
-from composable.engine.params.param import ManagedParam, ParameterSwap, ParamInfo, memory_order
-from composable.engine.params.param_hooks import (
+from composable.engine.params.param import (
+    ManagedParam,
+    ParameterSwap,
+    ParamInfo,
     defer_hooks,
+    memory_order,
     move_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable import fully_shard, replicate, step_on_matrices
-from composable.engine.params.form import PLAIN
+from composable.engine.params.param import PLAIN
 from composable.errors import OptimizerError
 from composable.torch_private import tree_flatten
 from tests.helpers.compare import all_full

@@ -29,8 +29,13 @@ from composable.contract.naming import module_name
 from composable.contract.tree import states_below
 from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest
-from composable.engine.params.form import ParamForm
-from composable.engine.params.param import STEPPED_BY, ManagedParam, ParamInfo, copy_attributes
+from composable.engine.params.param import (
+    STEPPED_BY,
+    ManagedParam,
+    ParamForm,
+    ParamInfo,
+    copy_attributes,
+)
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import GRADIENT_HOOKS
 from composable.errors import AnnotationError, PhaseError

@@ -32,8 +32,8 @@ from composable.compilation import untraced
 from composable.contract.contract import drop_attribute
 from composable.contract.methods import set_method, unbind_method
 from composable.engine.edits.written import written
-from composable.engine.params.form import PLAIN
 from composable.engine.params.param import (
+    PLAIN,
     ManagedParam,
     copy_attributes,
     label_of,

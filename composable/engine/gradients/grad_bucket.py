@@ -48,22 +48,20 @@ from torch.distributed.tensor import DTensor
 from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.reduction import Reducer, Reduction
-from composable.engine.params.form import ParamForm
 from composable.engine.params.layout import Route, Slot
 from composable.engine.params.param import (
     ManagedParam,
+    ParamForm,
     cut,
     gradient_of,
     keep_gradients_in,
+    post_accumulate_hooks,
+    run_gradient_hooks,
+    run_post_accumulate_hooks,
     set_holds_unreduced,
     trainability,
 )
 from composable.engine.params.param_group import ParamGroup
-from composable.engine.params.param_hooks import (
-    post_accumulate_hooks,
-    run_gradient_hooks,
-    run_post_accumulate_hooks,
-)
 from composable.errors import PhaseError
 from composable.memory.offload import wait_for_traffic
 from composable.tensors.dtensors import gradient_like, gradient_of_shards, is_unreduced

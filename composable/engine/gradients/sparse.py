@@ -18,8 +18,13 @@ from torch import Tensor, nn
 
 from composable.comm.base import Comm
 from composable.comm.launch import Launch, LaunchKind
-from composable.engine.params.param import ManagedParam, ParamInfo, set_holds_unreduced
-from composable.engine.params.param_hooks import run_gradient_hooks, run_post_accumulate_hooks
+from composable.engine.params.param import (
+    ManagedParam,
+    ParamInfo,
+    run_gradient_hooks,
+    run_post_accumulate_hooks,
+    set_holds_unreduced,
+)
 from composable.engine.params.precision import Precision
 
 

@@ -1,7 +1,7 @@
 """The gradients of one unit: how they are taken from autograd, and what reduces them.
 
 The order in which units are reduced is in `post_backward.py`, and for replicated models in
-`arrival.py`.
+`Buckets`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from composable.comm.mesh_info import MeshInfo
 from composable.compilation import traceable, untraced
 from composable.engine.gradients.grad_bucket import Accumulation, GradBucket
 from composable.engine.gradients.sparse import SparseGradients, only_looked_up
-from composable.engine.params.param import ManagedParam, holds_unreduced
-from composable.engine.params.param_group import ParamGroup
-from composable.engine.params.param_hooks import (
+from composable.engine.params.param import (
     Arrival,
+    ManagedParam,
     defer_hooks,
+    holds_unreduced,
     hook_gradients,
     ignore_arrivals,
     listen_to_arrivals,
     run_post_accumulate_hooks,
 )
+from composable.engine.params.param_group import ParamGroup
 from composable.errors import DifferentiationError
 from composable.torch_private import hooks_after_accumulation
 
@@ -73,7 +74,7 @@ class Stages:
 
     def attach(self, unit: UnitGradients, buckets: Sequence[GradBucket]) -> None:
         """Reduce `buckets` from now on, and no others: all buckets of the unit. For the kind
-        ARRIVAL a second call names those in `arrival.py`.
+        ARRIVAL a second call names those in `Buckets`.
         """
         for bucket in buckets:
             bucket.reducer.make_stages(None, None)
@@ -88,7 +89,7 @@ class UnitGradients:
         name: of the unit, in messages.
         params, groups: of the unit.
         buckets: for all that is reduced where backward leaves the unit, or the next one with
-            shards. Gradients of the kind ARRIVAL are in buckets of all units (`arrival.py`).
+            shards. Gradients of the kind ARRIVAL are in buckets of all units (`Buckets`).
         sparse: gradients of parameters that only sparse lookups read.
         arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
             unit will be reduced anyway.
@@ -152,11 +153,11 @@ class UnitGradients:
         for each in self.sparse:
             each.resume(sparse)
         self._exchange(former, self.buckets)
-        # The next ones of `arrival.py` come later, and take over from these.
+        # The next ones of `Buckets` come later, and take over from these.
         self._arrive_in = former if spec.kind is UnitKind.ARRIVAL else ()
 
     def arrive_in(self, buckets: Sequence[GradBucket]) -> None:
-        """Of the kind ARRIVAL: these buckets of `arrival.py` reduce its gradients from now on."""
+        """Of the kind ARRIVAL: these buckets of `Buckets` reduce its gradients from now on."""
         former, self._arrive_in = self._arrive_in, buckets
         self._exchange(former, buckets)
 

@@ -13,30 +13,381 @@ object where nothing is sharded or cast, and gradients are reduced in their own 
 | `replicate` alone, or one rank  | the user's own parameter | the same object                     |
 | the last two with a cast        | as above                 | `nn.Parameter` over the full buffer |
 | ... with another reduce dtype   | as above                 | `nn.Parameter` over the same memory |
+
+`ParamForm` says what a parameter is: a plain tensor, or one that its user has distributed over
+ranks (`features/dtensor_form.py`). The annotation picks the form, and nothing else asks for it. A
+unit shards, gathers and reduces one *local* tensor of each parameter. For a plain parameter this
+is the whole parameter; for a distributed one it is this rank's part. The form converts between the
+local tensor and what users and modules see. How a parameter is stored at rest is decided by its
+group (`param_group.py`), and how it is sent by its gather.
+
+This file also has the hooks of the engine and of users that run when autograd has accumulated a
+gradient, and when gradients land.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, repeat
 from operator import attrgetter
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
+from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
+from composable.compilation import untraced
 from composable.contract.tree import Place
-from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.layout import Route, Slot
-from composable.tensors.dtensors import dtensor_parameter, gradient_like, is_unreduced
-from composable.torch_private import local_of, local_tensor, set_local, storage_key
+from composable.tensors.dtensors import (
+    dtensor_parameter,
+    gradient_like,
+    is_unreduced,
+    whole_of,
+    wrap,
+)
+from composable.tensors.protocol import cut_along
+from composable.torch_private import (
+    SHARDS,
+    can_take_data,
+    cut_by,
+    gradient_hooks,
+    hooks_after_accumulation,
+    local_of,
+    local_tensor,
+    set_local,
+    storage_key,
+)
+
+
+class ParamForm:
+    """A plain parameter. Other forms override what differs."""
+
+    __slots__ = ()
+
+    # whether the modules of one rank compute with all of it, in a plain tensor
+    is_whole: ClassVar[bool] = True
+
+    @property
+    def kept(self) -> Sequence[Placement]:
+        """Its placements over the user's dimensions of the mesh that it rests on, which are before
+        those of the unit.
+        """
+        return ()
+
+    @property
+    def ndim(self) -> int:
+        """The number of the user's dimensions of the mesh that it rests on."""
+        return len(self.kept)
+
+    def given(self, registered: Tensor) -> Tensor | None:
+        """The local tensor of a parameter as its user made it; None of one that rests."""
+        return None if isinstance(registered, DTensor) else registered
+
+    def local_like(self, registered: Tensor) -> Tensor:
+        """A tensor with the shape and strides of the local one, which is not sharded."""
+        return registered
+
+    # --- at rest ---------------------------------------------------------------------------------
+
+    def mesh_at_rest(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
+        """The mesh that it rests on in a unit over `mesh`: all ranks that have a part or a copy."""
+        return mesh
+
+    def size_of(
+        self, shape: torch.Size, strides: tuple[int, ...]
+    ) -> tuple[torch.Size, tuple[int, ...]]:
+        """Shape and strides of the whole, of which those of the local tensor are given."""
+        return shape, strides
+
+    def comms(self, device: torch.device) -> list[Comm]:
+        """The comms along the user's dimensions."""
+        return []
+
+    def refusal(self, name: str, replacement: nn.Parameter) -> str:
+        """Why the parameter with this name cannot be replaced by `replacement`; empty if it can."""
+        return ""
+
+    def uncut(self, parameter: DTensor) -> int:
+        """The first dimensions of a parameter's mesh along which its local tensor is not cut, when
+        it is sharded.
+        """
+        return 0
+
+    def shard_like(self, value: Tensor, parameter: DTensor, device: torch.device) -> DTensor:
+        """`value` with the placements of `parameter`: of a plain tensor, the local one, this rank's
+        shard on `device`.
+
+        A DTensor with other placements is redistributed, so all ranks must call this.
+        """
+        placements = parameter.placements
+        if isinstance(value, DTensor):
+            same = value.placements == placements
+            return value if same else value.redistribute(placements=placements)
+        mesh, local = parameter.device_mesh, value.detach()
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, SHARDS) and axis >= self.uncut(parameter):
+                cut = partial(cut_along, ranks=mesh.size(axis), rank=coordinate[axis])
+                local = cut_by(placement, cut, local)
+        if not local.is_meta:
+            local = local.to(device)
+        return wrap(local, mesh, placements, parameter.shape, parameter.stride())
+
+    # --- compute ---------------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> type[nn.Parameter]:
+        """The class of what modules compute with."""
+        return nn.Parameter
+
+    def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """What modules compute with, around the local tensor, whose memory may come later."""
+        return nn.Parameter.__new__(self.kind, local, requires_grad)
+
+    def finish_copy(self, made: nn.Parameter, memo: dict[Any, Any]) -> None:
+        """A copy at rest was made (`copy.deepcopy`), with the attributes of the original."""
+
+    def shown(self, local: Tensor) -> Tensor:
+        """The local tensor, or its gradient, as modules see it that compute."""
+        return local
+
+    # --- whole -----------------------------------------------------------------------------------
+
+    def unsharded(self, tensor: Tensor) -> Tensor:
+        """Gather a copy of the local tensor of what rests; all ranks of the unit's mesh call it."""
+        return whole_of(tensor)
+
+    def laid_out(self, value: Tensor, at_rest: nn.Parameter) -> Tensor:
+        """A copy of a local tensor with the strides of the parameter; what was gathered is
+        contiguous.
+        """
+        if type(value) is not Tensor:  # its class lays it out
+            return value
+        laid_out = torch.empty_strided(
+            value.shape, at_rest.stride(), dtype=value.dtype, device=value.device
+        )
+        return laid_out.copy_(value)
+
+    def refill(self, original: nn.Parameter, value: Tensor, at_rest: nn.Parameter) -> bool:
+        """Write a local tensor into the parameter that was there before the annotation, unless it
+        does not fit.
+        """
+        # torch gives no memory to what was made on meta, and none of some devices to what was made
+        # on a host
+        if (
+            (original.shape, original.dtype, original.is_meta)
+            != (value.shape, value.dtype, value.is_meta)
+        ) or not can_take_data(original, value):
+            return False
+        if original.device == value.device:
+            original.data.copy_(value)
+        else:
+            original.data = self.laid_out(value, at_rest)
+        return True
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def local_gradient(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The local tensor of what autograd left, with the parameter's placements.
+
+        Args:
+            dtype: of a reduction over the user's dimensions, if that takes one.
+        """
+        return gradient
+
+    def settled(self, gradient: Tensor) -> Tensor:
+        """A gradient of this rank as autograd may add it to a reduced one, of which it does not
+        know that it is a mean: with the parameter's placements, this rank's term inside.
+        """
+        return gradient
+
+    def unreduced(self, local: Tensor, at_rest: Tensor) -> Tensor:
+        """This rank's gradient, not yet reduced: the mean over all ranks is the gradient."""
+        if not isinstance(at_rest, DTensor):
+            return local
+        mesh, size = at_rest.device_mesh, self.size_of(local.shape, local.stride())
+        placements = [*self.kept, *[Partial("avg")] * (mesh.ndim - len(self.kept))]
+        # torch refuses a gradient on another device than its parameter; where parameters rest on
+        # the host, this one is on its way there.
+        return wrap(local, mesh, placements, *size, at_rest.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamForm:
+        return self  # it may hold process groups, and nothing of it changes
+
+
+PLAIN: Final = ParamForm()
+
+
+T = TypeVar("T")
+
+# --- the engine's hooks on what autograd accumulates on -----------------------------------------
+
+# The table of a parameter's post-accumulate hooks, and a key and a hook in it.
+Arrival = tuple[OrderedDict[int, Any], int, Callable[[Tensor], None]]
+
+
+def ignore_arrivals(arrivals: Iterable[Arrival]) -> None:
+    """Let autograd not call these hooks: an empty table costs a tenth of a call of Python."""
+    for table, key, _ in arrivals:
+        if type(table) is OrderedDict:  # nearly always; plain operations take half the time
+            table.pop(key, None)
+            continue
+        try:  # noqa: SIM105, `suppress` takes calls of Python
+            OrderedDict.__delitem__(table, key)  # past the methods of `DeferredHooks`
+        except KeyError:
+            pass  # it is ignored already
+
+
+def listen_to_arrivals(arrivals: Iterable[Arrival]) -> None:
+    """The inverse of `ignore_arrivals`. May be called twice."""
+    for table, key, hook in arrivals:
+        if type(table) is OrderedDict:
+            table[key] = hook
+        else:  # past the methods of `DeferredHooks`
+            OrderedDict.__setitem__(table, key, hook)
+
+
+def hook_gradients(
+    parameters: Iterable[nn.Parameter], hook: Callable[[Tensor], Tensor]
+) -> list[Callable[[], object]]:
+    """Let `hook` change gradients before autograd accumulates them; returns what undoes it."""
+    undo: list[Callable[[], object]] = []
+    for parameter in parameters:
+        trains = parameter.requires_grad
+        if parameter.is_floating_point() or parameter.is_complex():
+            # a frozen one takes no hook, and may be unfrozen later
+            parameter.requires_grad_(True)
+            # Set anew: `model.to()` gives a DTensor another tensor of C++, which knows no hooks.
+            parameter._backward_hooks = gradient_hooks(parameter)
+            undo.append(parameter.register_hook(hook).remove)
+            parameter.requires_grad_(trains)
+    return undo
+
+
+# --- hooks of users on at-rest parameters -------------------------------------------------------
+
+
+def _of_users(table: T) -> T | OrderedDict[int, Any]:
+    """The hooks of users in such a table."""
+    return table.of_users if isinstance(table, DeferredHooks) else table
+
+
+def move_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """`target` has the hooks of `source`, and `source` none. What removes a hook knows its table,
+    so the tables move.
+    """
+    tensor_hooks, after = gradient_hooks(source), _of_users(hooks_after_accumulation(source))
+    source._backward_hooks = None
+    source._post_accumulate_grad_hooks = OrderedDict()  # None would leave the hooks in C++
+    if tensor_hooks:
+        target._backward_hooks = tensor_hooks
+    if after:
+        target._post_accumulate_grad_hooks = after
+
+
+def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """What the parameter's tensor hooks make of a gradient that lands, as autograd would ask
+    them.
+    """
+    with torch.no_grad():
+        for hook in list((gradient_hooks(parameter) or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+    return gradient
+
+
+def post_accumulate_hooks(parameter: nn.Parameter) -> OrderedDict[int, Any]:
+    """The table of such hooks that users have put on an at-rest parameter: the one to which they
+    will add more.
+    """
+    hooks = hooks_after_accumulation(parameter)
+    if hooks is None:
+        hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
+    return _of_users(hooks)
+
+
+def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
+    """Call the post-accumulate hooks of an at-rest parameter, when its reduced gradient is
+    there.
+    """
+    with torch.no_grad():
+        for hook in list(post_accumulate_hooks(parameter).values()):
+            hook(parameter)
+
+
+_OF_ENGINE: Final = -1  # the key of the engine's hook; those of users count from 0
+
+
+class DeferredHooks(OrderedDict[int, Any]):
+    """The post-accumulate hooks of a replicated parameter on which autograd itself accumulates.
+
+    Autograd calls every hook in the table as soon as the local gradient is there. Users mean the
+    reduced one. torch's C++ code reads the dict itself, and users add and remove hooks by the
+    methods: so the dict holds the engine's hook only, and the methods keep the users' in
+    `of_users`, from where they are called when the reduction has landed.
+    """
+
+    def __init__(self, users: OrderedDict[int, Any] | None) -> None:
+        super().__init__()
+        self.of_users: OrderedDict[int, Any] = OrderedDict() if users is None else users
+        # The handle that removes a hook refers weakly to the dict that it was added to: this one,
+        # which must outlive its use.
+        self.of_users.deferred = self  # type: ignore[attr-defined]
+
+    @property
+    def of_engine(self) -> Any:
+        """The hook that autograd calls; None after `undo`."""
+        return super().get(_OF_ENGINE)
+
+    @of_engine.setter
+    def of_engine(self, hook: Any) -> None:
+        super().__setitem__(_OF_ENGINE, hook)
+
+    @override
+    def __setitem__(self, key: int, hook: Any) -> None:
+        self.of_users[key] = hook
+
+    @override
+    def __delitem__(self, key: int) -> None:
+        del self.of_users[key]
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return key in self.of_users
+
+
+def defer_hooks(
+    parameter: nn.Parameter, arrived: Callable[[Tensor], None]
+) -> tuple[Arrival, Callable[[], None]]:
+    """Call `arrived` when autograd has accumulated, and the hooks of users when they are run; also
+    returns the inverse.
+    """
+    users = _of_users(hooks_after_accumulation(parameter))
+    deferred = getattr(users, "deferred", None)
+    if deferred is None:  # an empty one is false, and handles of users know it
+        deferred = DeferredHooks(users)
+    hook = deferred.of_engine = untraced(arrived)
+    parameter._post_accumulate_grad_hooks = deferred
+
+    def undo() -> None:
+        ignore_arrivals([(deferred, _OF_ENGINE, hook)])
+        if hooks_after_accumulation(parameter) is deferred:
+            parameter._post_accumulate_grad_hooks = deferred.of_users  # type: ignore[union-attr]
+
+    return (deferred, _OF_ENGINE, hook), undo
+
 
 gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
 trainability: Final = attrgetter("requires_grad")

@@ -21,7 +21,7 @@ Laws:
 * Collectives are launched where a forward or a backward enters or leaves a unit, at the end of a
   backward, and by explicit calls; not because a gradient arrived, since which gradients arrive
   differs between ranks (`post_backward.py` has the details). Two exceptions: buckets of
-  `arrival.py` are launched when they are full, but all of them in every backward and in one order;
+  `Buckets` are launched when they are full, but all of them in every backward and in one order;
   and a unit that was reduced before its last gradient came is reduced once more at the end
   (`Root.on_gradient`).
 * At the end of a backward every reduction is launched before any of them is landed. On a hybrid
@@ -66,11 +66,10 @@ from composable.engine.gradients.agreed import InputGradMode, agreed_by
 from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ManagedParam
-from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
 from composable.engine.step.observer import DECISIONS, OBSERVERS, gradients_landed
 from composable.engine.step.order import CLOCK, REMEMBERED, Forward, GatherOrder
-from composable.engine.step.prepare import Preparation, is_called
+from composable.engine.step.prepare import Preparation, broadcast_buffers, is_called
 from composable.engine.step.unit import (
     BACKWARD,
     EXPLICIT,

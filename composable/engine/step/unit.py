@@ -2,7 +2,7 @@
 
 `fully_shard` and `replicate` make the same class. They differ in the mesh info (over which ranks
 parameters are sharded and gradients summed) and, for a model that is only replicated, in when
-gradients are reduced (`arrival.py`).
+gradients are reduced (`Buckets`).
 
 In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`),
 and `Unit`: construction, which parameters modules hold, unshard and reshard, what a step does to

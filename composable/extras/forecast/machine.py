@@ -24,12 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.comm.accelerator import ON_ACCELERATOR
+from composable.comm.backends import ON_ACCELERATOR, GenericComm, LocalComm, PointToPointComm
 from composable.comm.base import Columns, GroupComm, Traits, Work
 from composable.comm.choose import PAIRS_UP_TO
-from composable.comm.host import GenericComm, PointToPointComm
 from composable.comm.launch import Launch
-from composable.comm.local import LocalComm
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device
 from composable.memory.elastic import keeps_idle_memory

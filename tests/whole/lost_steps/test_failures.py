@@ -31,8 +31,7 @@ from composable import (
 )
 from composable.comm import Work, ledger
 from composable.engine.gradients.grad_bucket import GradBucket
-from composable.engine.params.gather import Gather
-from composable.engine.params.param_group import ShardedState
+from composable.engine.params.param_group import Gather, ShardedState
 from composable.engine.step.unit import units_below
 from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers import world

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import describe, registry, replicate
-from composable.engine.gradients.arrival import Buckets
+from composable.engine.gradients.post_backward import Buckets
 from composable.errors import PhaseError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_gradients

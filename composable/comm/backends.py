@@ -1,5 +1,11 @@
-"""Comms for tensors of a host: the tensor collectives of any backend, and point-to-point messages
-for gloo.
+"""The communicators, one class per kind of backend.
+
+| class | for |
+|---|---|
+| `AcceleratorComm` | tensors of an accelerator: many collectives in one launch, on own streams |
+| `GenericComm` | tensors of a host: the tensor collectives of any backend |
+| `PointToPointComm` | tensors of a host over gloo |
+| `LocalComm` | one rank alone: it copies, and calls no collective |
 
 gloo's tensor collectives clone their inputs, reduce everything on every rank and copy in `wait`.
 Point-to-point messages move each byte once, straight from the shard to its final place, while the
@@ -10,10 +16,11 @@ collectives are faster.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, Final, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -21,6 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from composable.comm.base import (
+    DONE,
     Again,
     Columns,
     GroupComm,
@@ -35,8 +43,89 @@ from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
 from composable.errors import CommunicationError
 from composable.memory.elastic import borrow, give_back
-from composable.memory.streams import range_label
-from composable.torch_private import profiled
+from composable.memory.streams import Mark, Streams, has_streams, range_label
+from composable.torch_private import Launcher, cannot_coalesce, profiled
+
+# A launch of more messages than this takes longer than the copies that it saves; kernels read 16
+# aligned bytes at once.
+ON_ACCELERATOR: Final = Traits(direct_bytes=1 << 20, max_direct=32, align=16, on_stream=True)
+
+
+@dataclass(eq=False, slots=True)
+class _StreamWork:
+    """Collectives on a stream. To wait orders the current stream, and does not hold up the host."""
+
+    _mark: Mark
+    _launch: Launch
+    # Memory that the stream uses must not be freed before the compute stream waits, see Note
+    # [Stream discipline].
+    _kept: object
+
+    def wait(self) -> None:
+        with range_label(self._launch.text, "wait for the "):
+            self._mark.join()
+        self._kept = None
+
+
+class AcceleratorComm(GroupComm):
+    """The group's own tensor collectives: all of one call in one launch, each kind of collective on
+    a stream of its own.
+
+    Args:
+        reductions: another group of the same ranks for reduce-scatters. A group runs its
+            collectives one after the other; with two of them an all-gather and a reduce-scatter run
+            at the same time.
+    """
+
+    traits = ON_ACCELERATOR
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        streams: Streams,
+        reductions: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(group, device)
+        self._streams = streams
+        self._reductions = self._group if reductions is None else ref(reductions)
+        self._coalesces = True  # until the backend says that it does not
+
+    def _start(self, launch: Launch, collective: str, tensors: Columns, scale: float) -> Work:
+        launcher, factor = self._launcher(collective, scale)
+        group = (collective == "reduce_scatter" and self._reductions()) or self.group
+        with self._streams.fork(collective):
+            for work in self._works(group, launcher, tensors):
+                if work is not None:  # of a backend that has not made the current stream wait
+                    work.wait()
+            if factor != 1.0:
+                torch._foreach_mul_(list(tensors[0]), factor)
+            return _StreamWork(self._streams.mark(), launch, tensors)
+
+    def _start_by(
+        self, call: Callable[[], Any], launch: Launch, collective: str, tensors: Columns, *_: Any
+    ) -> Work:
+        with self._streams.fork(collective):
+            if (work := call()) is not None:
+                work.wait()
+            return _StreamWork(self._streams.mark(), launch, tensors)
+
+    def _works(self, group: dist.ProcessGroup, launcher: Launcher, tensors: Columns) -> list[Any]:
+        # The tensors of one launch have one dtype, a real one.
+        if (
+            self._coalesces
+            and len(tensors[0]) > 1
+            and len({tensor.dtype for tensor in tensors[0]}) == 1
+            and not tensors[0][0].is_complex()
+        ):
+            try:
+                return [getattr(group, launcher.coalesced)(*tensors, launcher.coalesced_options)]
+            except RuntimeError as error:
+                if not cannot_coalesce(error):
+                    raise
+                self._coalesces = False
+        return launch_each(group, launcher, tensors)
+
 
 # apart from the small tags that users choose for messages of their own; a tag is a C int
 _FIRST_TAG: Final = 1 << 30
@@ -214,3 +303,51 @@ class PointToPointComm(GenericComm):
             ]
         # All receives come first: what arrives for one that is posted needs no memory in between.
         return works + [group.send([part], peer, tag) for part, peer, tag in sends]
+
+
+# Without messages every parameter may as well go straight to its place.
+_HOST: Final = Traits(direct_bytes=0, max_direct=1 << 30, align=1, on_stream=False)
+_ACCELERATOR: Final = replace(ON_ACCELERATOR, direct_bytes=0, max_direct=1 << 30)
+
+
+class LocalComm:
+    group = None
+    rank = 0
+    size = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.traits = _ACCELERATOR if has_streams(device) else _HOST
+
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
+        if pairs:
+            with range_label(launch.text):
+                torch._foreach_copy_([whole for whole, _ in pairs], [shard for _, shard in pairs])
+        return DONE
+
+    def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
+        self.all_gather(pairs, launch)
+        return self.all_reduce([out for out, _ in pairs], launch, scale)
+
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
+        if scale != 1.0:
+            scale_sums(tensors, scale)
+        return DONE
+
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sizes, source: Tensor, sizes: Sizes, launch: Launch
+    ) -> Work:
+        out.copy_(source)
+        return DONE
+
+    def broadcast(self, tensors: Sequence[Tensor], launch: Launch, src: int = 0) -> None:
+        return None
+
+    def min_max(self, values: Sequence[int], launch: Launch) -> tuple[list[int], list[int]]:
+        return list(values), list(values)
+
+    def all_gather_ints(self, values: Sequence[int], launch: Launch) -> list[list[int]]:
+        return [list(values)]
+
+    def all_gather_objects(self, value: Any, launch: Launch) -> list[Any]:
+        return [value]

@@ -1,27 +1,132 @@
-"""The policies that come with the package: by class, function, size, name, or what a model says."""
+"""Which modules the user means: rules that pick modules out of a tree.
+
+For every verb, one object maps a root to modules and keyword overrides. This idea is from
+https://github.com/pytorch/pytorch/pull/104969.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
 from typing_extensions import override
 
-from composable.checked import PositiveInt, checked, is_function, takes
+from composable.checked import ELSEWHERE, PositiveInt, checked, is_function, takes
 from composable.errors import PolicyError, describe_module, few, kind_of, what_is_there
-from composable.policies.base import (
-    Policy,
-    Selection,
-    as_classes,
-    by_all_names,
-    is_container,
-    layers_in_lists,
-    not_empty,
-)
+
+Selection = dict[nn.Module, dict[str, Any]]
+
+
+class Policy(ABC):
+    """A rule for which modules to annotate. The same policy works for every verb.
+
+    To write your own policy, derive from this class and define `select`.
+
+    Example::
+
+        class EveryOther(Policy):
+            def select(self, root):
+                return {block: {} for block in root.blocks[::2]}
+
+        checkpoint(model, policy=EveryOther())
+    """
+
+    @abstractmethod
+    def select(self, root: nn.Module) -> Selection:
+        """Pick the modules below and including `root` to annotate.
+
+        Args:
+            root: the module that the verb was called with; it is a candidate itself.
+
+        Returns:
+            Maps each selected module to the keyword arguments that replace those of the verb's
+            call.
+
+        Raises:
+            PolicyError: no module is selected, or the policy does not fit the tree.
+        """
+
+
+def not_empty(picked: Selection, root: nn.Module) -> Selection:
+    """Return `picked`, or raise an error that lists the classes present, and what would do."""
+    if picked:
+        return picked
+    present = [
+        f"{cls.__name__} x{count}" for cls, count in Counter(map(type, root.modules())).items()
+    ]
+    units = repeated_modules(root)
+    hint = f"; modules that repeat make good units: {few(units, limit=4)}" if units else ""
+    raise PolicyError(f"policy matched 0 modules; classes present: {few(present, limit=12)}{hint}")
+
+
+def repeated_modules(root: nn.Module) -> list[str]:
+    """Name the outermost modules of one class that repeat in a list: `Block x12 ('blocks.*')`."""
+    return [
+        f"{name} x{len(modules)} ('{pattern}')"
+        for (pattern, name), modules in layers_in_lists(root).items()
+    ]
+
+
+def layers_in_lists(root: nn.Module) -> dict[tuple[str, str], list[nn.Module]]:
+    """Find the outermost modules of one class that repeat in a list, by pattern and class."""
+    found: defaultdict[tuple[str, str], list[nn.Module]] = defaultdict(list)
+    for fqn, module in root.named_modules():
+        pattern = ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+        trains = any(True for _ in module.parameters())
+        if pattern.endswith("*") and trains and not is_container(module):
+            found[pattern, type(module).__name__].append(module)
+    repeated = {key: modules for key, modules in found.items() if len(modules) > 1}
+    return {
+        key: modules
+        for key, modules in repeated.items()
+        if not any(key[0].startswith(f"{outer}.") for outer, _ in repeated)
+    }
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module has no forward, as `ModuleList` and `ModuleDict`."""
+    forward: Any = getattr(module.forward, "__func__", None)
+    return forward is nn.Module.forward
+
+
+def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:
+    """Check a class of modules, or several."""
+    if isinstance(value, type):
+        value = (value,)
+    if not isinstance(value, Iterable) or isinstance(value, (str, nn.Module)):
+        raise PolicyError(f"{takes}, and got {kind_of(value)}")
+    found = list(value)
+    for item in found:
+        if not isinstance(item, type) or not issubclass(item, nn.Module):
+            hint = (
+                f"; for names of modules, use NamePolicy({{{item!r}: {{}}}})"
+                if isinstance(item, str)
+                else ""
+            )
+            raise PolicyError(f"{takes}, and got {kind_of(item)}{hint}")
+    # A set has no order of its own; sorted, messages are the same on every rank.
+    return tuple(sorted(dict.fromkeys(found), key=lambda cls: (cls.__module__, cls.__qualname__)))
+
+
+def by_all_names(
+    module: nn.Module, prefix: str = "", around: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the module and those below it, a shared one by each of its names.
+
+    A child that is also around ends there: heads may know the agent that they belong to. torch's
+    `named_modules(remove_duplicate=False)` does not end then.
+    """
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and child is not module and child not in around:
+            below = f"{prefix}.{name}" if prefix else name
+            yield from by_all_names(child, below, (*around, module))
 
 
 class ModuleWrapPolicy(Policy):
@@ -354,3 +459,70 @@ def _match(pattern: list[str], name: list[str]) -> bool:
     if head == "**":
         return any(_match(rest, name[start:]) for start in range(len(name) + 1))
     return bool(name) and fnmatchcase(name[0], head) and _match(rest, name[1:])
+
+
+PolicyLike = Annotated[
+    Policy
+    | nn.Module
+    | type[nn.Module]
+    | Collection[type[nn.Module]]
+    | Mapping[str, Mapping[str, Any] | bool | None]
+    | Callable[[nn.Module], bool | dict[str, Any]],
+    ELSEWHERE,  # by `as_policy`
+]
+
+
+def as_policy(value: PolicyLike) -> Policy:
+    """Make a policy of a policy or of a shorthand.
+
+    The shorthands are classes (also in torch's own `ModuleWrapPolicy`) for `ModuleWrapPolicy`, a
+    dict of globs for `NamePolicy`, a function for `CustomPolicy`, a model for `ModelPolicy`.
+    """
+    if isinstance(value, Policy):
+        return value
+    if isinstance(value, Mapping):
+        return NamePolicy(value)
+    if isinstance(value, (type, set, frozenset, tuple, list)):
+        return ModuleWrapPolicy(as_classes(value, "policy= takes classes of modules"))
+    if isinstance(value, nn.Module):
+        return ModelPolicy(value)
+    given: Any = value
+    # called with recurse=False, it says whether it picks a module
+    if isinstance(given, torch_wrap.ModuleWrapPolicy):
+        return CustomPolicy(lambda module: bool(given(module, recurse=False)))
+    if callable(value):
+        return CustomPolicy(value)
+    raise PolicyError(
+        "policy= takes a Policy, a set of classes, a dict of globs, a function of a module or a"
+        " model that names its units, and"
+        f" got {kind_of(value)}"
+    )
+
+
+def select_modules(policy: PolicyLike, root: nn.Module) -> Selection:
+    """Return what `policy` picks among `root` and the modules below it, for the verbs.
+
+    The modules are checked, and in the order of `.modules()`.
+    """
+    rule = as_policy(policy)
+    answer: Any = rule.select(root)
+    source = f"{type(rule).__name__}.select"
+    if not isinstance(answer, Mapping):
+        raise PolicyError(
+            f"{source} returned {kind_of(answer)}; it must return a dict of modules and overrides"
+        )
+    names = {id(module): fqn for fqn, module in root.named_modules()}
+    for module, overrides in answer.items():
+        if id(module) not in names:
+            raise PolicyError(
+                f"{source} returned {kind_of(module)}, which is no module of the"
+                f" {type(root).__name__}"
+            )
+        if not isinstance(overrides, Mapping):
+            what = describe_module(module, names[id(module)])
+            raise PolicyError(
+                f"{source} returned {kind_of(overrides)} for {what}, not a dict of overrides"
+            )
+    return not_empty(
+        {module: dict(answer[module]) for module in root.modules() if module in answer}, root
+    )
