@@ -11,9 +11,8 @@ from typing import Any
 from torch import nn
 
 from composable.api.selection import select_callable
-from composable.contract.contract import Verb, on_undo
+from composable.contract.contract import Verb, modules_of, on_undo, require_callable
 from composable.contract.hooks import Bracket, attach, detach
-from composable.contract.naming import modules_of, require_callable
 from composable.policies import PolicyLike
 
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from composable.api.brackets import annotate_each
 from composable.checked import NonNegativeInt, checked
-from composable.contract.contract import Target, contract
-from composable.contract.naming import known_fqn
+from composable.contract.contract import Target, contract, known_fqn
 from composable.errors import describe_module
 from composable.features.activations import OffloadBracket
 from composable.policies import PolicyLike

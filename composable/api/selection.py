@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from composable.contract.naming import find_fqn, has_forward, module_name, require_callable
+from composable.contract.contract import find_fqn, has_forward, module_name, require_callable
 from composable.contract.tree import REPLICATE, SHARD, Managed, Place, T, walk
 from composable.errors import (
     AnnotationError,
