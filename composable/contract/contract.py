@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from types import FrameType, FunctionType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import ref
@@ -241,15 +241,12 @@ class Annotation:
             self.undo()
         finally:
             for other in self.modules or (module,):
-                records = {
-                    name: record
-                    for name, record in vars(other).get(_RECORDS, {}).items()
-                    if name != self.name
-                }
+                records = dict(records_of(other))
+                records.pop(self.name, None)
                 if records:
                     vars(other)[_RECORDS] = records
                 else:
-                    vars(other).pop(_RECORDS, None)
+                    drop_attribute(other, _RECORDS)
 
     def __getstate__(self) -> _State:
         return self.name, _in_words(self.kwargs), self.call_site, self.state, self.fqn
@@ -754,10 +751,8 @@ def compare_names(verb: str, root: nn.Module, before: Mapping[str, list[str]]) -
         new = after[kind]
         if old == new:
             continue
-        start = next(
-            (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
-            min(len(old), len(new)),
-        )
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False))
+        start = len(list(alike))
         old, new = old[start:], new[start:]
         while old and new and old[-1] == new[-1]:
             old, new = old[:-1], new[:-1]

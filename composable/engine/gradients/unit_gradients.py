@@ -307,10 +307,7 @@ class UnitGradients:
     @property
     def backwards(self) -> int:
         """How many backwards have left gradients here under `no_sync`."""
-        most = 0
-        for bucket in self.buckets:
-            most = max(most, bucket.accumulated.backwards)
-        return most
+        return max((bucket.accumulated.backwards for bucket in self.buckets), default=0)
 
     @property
     def holds(self) -> bool:
