@@ -95,11 +95,8 @@ class ArrivalBucket(GradBucket):
         late: bool,
     ) -> None:
         mesh_info = unit.mesh_info
-        super().__init__(
-            group, members, mesh_info,
-            unit_name=unit.name,
-            factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
-        )  # fmt: skip
+        factor = unit.factor_of(mesh_info)
+        super().__init__(group, members, mesh_info, factor=factor, keeps=unit.spec.keeps_buckets)
         self.unit = unit
         self.late = late
         self.missing: dict[ManagedParam, None] | None = {}

@@ -49,12 +49,9 @@ class SparseGradients:
             to be reduced.
     """
 
-    def __init__(
-        self, params: Sequence[ManagedParam], precision: Precision, comm: Comm, unit_name: str
-    ) -> None:
+    def __init__(self, params: Sequence[ManagedParam], precision: Precision, comm: Comm) -> None:
         self.params = tuple(params)
         self.holds = False
-        self.rename(unit_name)
         self._precision = precision
         self._comm = comm
         # those with a gradient of this rank's that was not reduced

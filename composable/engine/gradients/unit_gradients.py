@@ -74,10 +74,8 @@ class Stages:
 
     def attach(self, unit: UnitGradients, buckets: Sequence[GradBucket]) -> None:
         """Reduce `buckets` from now on, and no others: all buckets of the unit. For the kind
-        ARRIVAL a second call names those in `Buckets`.
+        ARRIVAL a second call names those in `Buckets`. New ones have collectives.
         """
-        for bucket in buckets:
-            bucket.reducer.make_stages(None, None)
 
 
 class UnitGradients:
@@ -151,6 +149,7 @@ class UnitGradients:
         for param in params:
             self._listen_for(param)
         for each in self.sparse:
+            each.rename(self.name)
             each.resume(sparse)
         self._exchange(former, self.buckets)
         # The next ones of `Buckets` come later, and take over from these.
@@ -163,6 +162,7 @@ class UnitGradients:
 
     def _exchange(self, former: Sequence[GradBucket], buckets: Sequence[GradBucket]) -> None:
         for bucket in buckets:
+            bucket.rename(self.name)
             bucket.accumulated.resume([each.accumulated for each in former])
         self.stages.attach(self, buckets)
 
@@ -183,15 +183,9 @@ class UnitGradients:
         if in_place and mesh_info.all.size == 1:
             return  # autograd does everything
         if sparse:
-            self.sparse.append(
-                SparseGradients(group.params, group.precision, self.mesh_info.all, self.name)
-            )
+            self.sparse.append(SparseGradients(group.params, group.precision, self.mesh_info.all))
         elif kind is not UnitKind.ARRIVAL:  # others are in buckets of all units
-            bucket = GradBucket(
-                group, group.members, mesh_info,
-                unit_name=self.name,
-                factor=factor,
-            )  # fmt: skip
+            bucket = GradBucket(group, group.members, mesh_info, factor=factor)
             self.buckets.append(bucket)
             if mesh_info.shard.size > 1 and mesh_info.replicate is not None:
                 self._staged.append(bucket)
