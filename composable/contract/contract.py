@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -585,8 +586,7 @@ def contract(
                 _admit(name, module, reasons)
             outer = _running.get()
             call_site = outer[-1].call_site if outer else calling_site()
-            # The target of the outermost verb gives the names for everything inside.
-            with naming(target) if isinstance(target, nn.Module) and not outer else nullcontext():
+            with nullcontext() if outer else _outermost(target):
                 record = Annotation(
                     name,
                     arguments,
@@ -622,6 +622,23 @@ def contract(
 
 
 # --- the call of a verb -------------------------------------------------------------------------
+
+
+@contextmanager
+def _outermost(target: Any) -> Iterator[None]:
+    """Around the outermost verb: its target gives the names for everything inside.
+
+    The garbage collector pauses. A verb makes many objects, which stay, and a full collection takes
+    as long as annotating some dozens of units.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with naming(target) if isinstance(target, nn.Module) else nullcontext():
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _apply(

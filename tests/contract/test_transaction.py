@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,30 @@ def _replace_everything(module: nn.Module) -> None:
     module.layers.append(Block())
     module.flag = True
     del module.layers[0].training
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_pauses_while_verbs_run_and_is_then_as_before(enabled: bool):
+    seen = []
+
+    @contract()
+    def inner(module):
+        seen.append(gc.isenabled())
+
+    @contract()
+    def outer(module):
+        inner(module[0])
+        seen.append(gc.isenabled())
+        raise RuntimeError("no")
+
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError):
+            outer(nn.Sequential(nn.Linear(1, 1)))
+        assert (seen, gc.isenabled()) == ([False, False], enabled)
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 @pytest.mark.parametrize("damage", [_register_all_hooks, _replace_everything])
