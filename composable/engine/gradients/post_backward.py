@@ -48,7 +48,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
-from operator import is_, itemgetter, ne, or_
+from operator import is_, ne, or_
 from typing import Final, NoReturn
 
 from typing_extensions import override
@@ -301,10 +301,11 @@ class Buckets:
             Launch("exchange of the order of buckets"),
         )
         count = len(known)
-        places, again = highest[:count], highest[count : 2 * count]
+        places = dict(zip(known, highest[:count], strict=True))
+        order = sorted(known, key=places.__getitem__)
         on_some = map(ne, lowest[2 * count :], highest[2 * count :])
-        order = [param for _, param in sorted(zip(places, known, strict=True), key=itemgetter(0))]
-        self._agreed.agree_on_buckets(order, compress(known, map(or_, again, on_some)))
+        late = compress(known, map(or_, highest[count : 2 * count], on_some))
+        self._agreed.agree_on_buckets(order, late)
         self._fill(order)
 
     @property

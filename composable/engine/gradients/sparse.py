@@ -103,8 +103,8 @@ class SparseGradients:
             at_rest.grad = gradient
         if reduces:
             self.reduce()
-            return
-        self._set_holds(holds=True)
+        else:
+            self._set_holds(holds=True)
 
     def hold_by_hand(self) -> None:
         """Gradients are assigned by hand, so that nothing tells of them: hold what is here."""

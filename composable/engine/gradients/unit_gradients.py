@@ -172,10 +172,10 @@ class UnitGradients:
         factor = self.factor_of(mesh_info)
         in_place = all(param.compute is param.at_rest for param in group.params)
         sparse = kind is not UnitKind.SHARDED and only_looked_up(group.params[0].info)
-        in_parts = [param for param in group.params if in_place and not param.info.form.is_whole]
-        for param in in_parts:
-            settle = traceable(param.info.form.settled)
-            self._undo += hook_gradients([param.compute], settle)
+        for param in group.params if in_place else ():
+            if not param.is_whole:
+                settle = traceable(param.info.form.settled)
+                self._undo += hook_gradients([param.compute], settle)
         if factor != 1.0 and (in_place or sparse):
             # autograd itself adds to what users see
             multiply = traceable(lambda gradient: gradient * factor)
@@ -306,8 +306,7 @@ class UnitGradients:
     @property
     def holds(self) -> bool:
         """Whether anything waits for the end of `no_sync`."""
-        waits = bool(self.hooks_due) or self.backwards > 0
-        return waits or any(sparse.holds for sparse in self.sparse)
+        return bool(self.hooks_due or self.backwards or any(each.holds for each in self.sparse))
 
     @property
     def has_unreduced(self) -> bool:
