@@ -324,6 +324,23 @@ _TABLES: Final = tuple(
 _LISTS: Final = ("_flat_weights",)  # recurrent modules keep their parameters in a list, too
 
 
+@contextmanager
+def _outer_verb(target: Any) -> Iterator[None]:
+    """Name modules from `target`, and pause Python's garbage collector.
+
+    Nearly all objects that a verb makes live on. To look through them many times takes as long as
+    to make them.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with naming(target) if isinstance(target, nn.Module) else nullcontext():
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _snapshot(roots: Iterable[nn.Module]) -> Callable[[], None]:
     """Return a function that puts all modules below `roots` back into the state that they have now.
 
@@ -586,7 +603,8 @@ def contract(
                 _admit(name, module, reasons)
             outer = _running.get()
             call_site = outer[-1].call_site if outer else calling_site()
-            with nullcontext() if outer else _outermost(target):
+            # The target of the outermost verb gives the names for everything inside.
+            with _outer_verb(target) if not outer else nullcontext():
                 record = Annotation(
                     name,
                     arguments,
@@ -622,23 +640,6 @@ def contract(
 
 
 # --- the call of a verb -------------------------------------------------------------------------
-
-
-@contextmanager
-def _outermost(target: Any) -> Iterator[None]:
-    """Around the outermost verb: its target gives the names for everything inside.
-
-    The garbage collector pauses. A verb makes many objects, which stay, and a full collection takes
-    as long as annotating some dozens of units.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with naming(target) if isinstance(target, nn.Module) else nullcontext():
-            yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _apply(
