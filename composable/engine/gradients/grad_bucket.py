@@ -487,12 +487,13 @@ class Accumulated:
         unit came or went.
         """
         wanted: dict[ManagedParam, bool] = {}
-        plain: list[ManagedParam] = []
         for each in former:
             if each.backwards and not set(each._params).isdisjoint(self._params):
                 self.backwards = max(self.backwards, each.backwards)
                 wanted.update(zip(each._params, each.wanted, strict=True))
-                plain += each._params if each.marks else ()
+        plain = [
+            param for each in former if each.marks and each.backwards for param in each._params
+        ]
         for index, param in enumerate(self._params):
             gradient = self._at_rest[index].grad
             if not self.marks and gradient is not None and param in plain:

@@ -173,10 +173,10 @@ class UnitGradients:
         factor = self.factor_of(mesh_info)
         in_place = all(param.compute is param.at_rest for param in group.params)
         sparse = kind is not UnitKind.SHARDED and only_looked_up(group.params[0].info)
-        for param in group.params if in_place else ():
-            if not param.is_whole:
-                settle = traceable(param.info.form.settled)
-                self._undo += hook_gradients([param.compute], settle)
+        in_parts = [param for param in group.params if in_place and not param.is_whole]
+        for param in in_parts:
+            settle = traceable(param.info.form.settled)
+            self._undo += hook_gradients([param.compute], settle)
         if factor != 1.0 and (in_place or sparse):
             # autograd itself adds to what users see
             multiply = traceable(lambda gradient: gradient * factor)
