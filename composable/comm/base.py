@@ -256,7 +256,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 class GroupComm(ABC):
     """What comms over a process group have in common. A transport is a subclass with `traits` and
-    `_start`; `_make_comm` in choose.py picks it.
+    `_start`; `_make_comm` in backends.py picks it.
     """
 
     traits: Traits
