@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.comm.launch import COMPARISON_OF_LAUNCHES, Launch
-from composable.comm.ledger import Ledger, ledger_of
+from composable.comm.ledger import ledger_of
 from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.streams import range_label
 from composable.torch_private import Launcher, as_real, launchers, profiled
@@ -444,16 +444,15 @@ class GroupComm(ABC):
         return rows
 
 
-def compare_launches(ledger: Ledger, comm: Comm) -> None:
+def compare_launches(comm: Comm) -> None:
     """Check that all ranks of `comm` launched the same collectives. All of them call it at the same
     point.
-
-    Args:
-        ledger: of the comm's group.
 
     Raises:
         RanksDisagreeError: they did not; names the first difference.
     """
+    assert comm.group is not None, "one rank has nothing to compare"
+    ledger = ledger_of(comm.group)
     mine = (ledger.count, list(ledger.texts))  # before the exchange below adds to them
     rows = comm.all_gather_ints([ledger.count, ledger.digest], COMPARISON_OF_LAUNCHES)
     if any(row != rows[0] for row in rows):
