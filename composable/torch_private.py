@@ -767,10 +767,6 @@ join_hooks: Callable[[Join], list[JoinHook]] = attrgetter("_join_hooks")
 
 # Nothing else of this package sets an attribute of a module or class that is not its own.
 
-_PIPELINING: Final = (
-    "torch.distributed.pipelining.stage",
-    "torch.distributed.pipelining.schedules",
-)
 _UNSCALE: Final = "_unscale_grads_"
 
 
@@ -836,16 +832,6 @@ class _ZeroGrad:
 
     def __reduce__(self) -> Any:
         return getattr, (self._owner, "zero_grad")
-
-
-def exchange_in_pipelining(name: str, torchs: object, ours: object) -> None:
-    """Let torch's pipeline stages and schedules find `ours` by a name that they have imported, if
-    they still have `torchs` there. They have no other way to know a module that is no FSDP2's.
-    """
-    for each in _PIPELINING:
-        module = sys.modules.get(each)
-        if module is not None and getattr(module, name, None) is torchs:
-            setattr(module, name, ours)
 
 
 def modules_with(wanted: Mapping[int, Any]) -> list[str]:
