@@ -10,7 +10,7 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
@@ -346,15 +346,11 @@ def foreach_on(device_type: str) -> AbstractContextManager[None]:
     )
 
 
-@contextmanager
-def constructed_by(function: Callable[..., None], *classes: type) -> Iterator[None]:
-    """In the body `function` is called in place of `__init__` of these classes and of what inherits
-    it: torch's wrappers communicate in their constructors, before they can be found in a model.
+def constructed_by(function: Callable[..., None], kind: type) -> AbstractContextManager[None]:
+    """In the body `function` is called in place of `__init__` of a class and of what inherits it:
+    torch's wrappers communicate in their constructors, before they can be found in a model.
     """
-    with ExitStack() as stack:
-        for each in classes:
-            stack.enter_context(_replaced(each, "__init__", function))
-        yield
+    return _replaced(kind, "__init__", function)
 
 
 def excepthook_kept() -> AbstractContextManager[None]:

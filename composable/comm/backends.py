@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import count
+from itertools import count, repeat
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -41,7 +41,6 @@ from composable.comm.base import (
     Traits,
     Work,
     backend_of,
-    launch_each,
     scale_sums,
 )
 from composable.comm.launch import Launch
@@ -50,7 +49,22 @@ from composable.comm.supplied import with_own_memory, with_symmetric_memory
 from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.elastic import borrow, give_back
 from composable.memory.streams import Mark, Streams, has_streams, range_label, streams_of
-from composable.torch_private import Launcher, cannot_coalesce, profiled, timeout_of
+from composable.torch_private import Launcher, as_real, cannot_coalesce, profiled, timeout_of
+
+
+def _launch_each(
+    group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[Sequence[Tensor]]
+) -> list[Any]:
+    """Launch a collective per output and input, or per tensor that is reduced in place. Works that
+    are done may be None.
+    """
+    launch, options = getattr(group, launcher.single), repeat(launcher.options)
+    if len(tensors) == 1:
+        return list(map(launch, [[as_real(tensor)] for tensor in tensors[0]], options))
+    if tensors[0][0].is_complex():  # all have one dtype
+        tensors = [list(map(as_real, each)) for each in tensors]
+    return list(map(launch, *tensors, options))
+
 
 # A launch of more messages than this takes longer than the copies that it saves; kernels read 16
 # aligned bytes at once.
@@ -130,7 +144,7 @@ class AcceleratorComm(GroupComm):
                 if not cannot_coalesce(error):
                     raise
                 self._coalesces = False
-        return launch_each(group, launcher, tensors)
+        return _launch_each(group, launcher, tensors)
 
 
 # apart from the small tags that users choose for messages of their own; a tag is a C int
@@ -180,7 +194,7 @@ class GenericComm(GroupComm):
 
     def _start(self, launch: Launch, collective: str, tensors: Columns, scale: float) -> Work:
         launcher, factor = self._launcher(collective, scale)
-        works = launch_each(self.group, launcher, tensors)
+        works = _launch_each(self.group, launcher, tensors)
         return _HostWork(
             self, launch, works, None if factor == 1.0 else partial(scale_sums, tensors[0], factor)
         )
