@@ -167,17 +167,15 @@ class Ledger:
         thread.join(REPORT_SECONDS + 1.0)
         # a thread that hangs may go on to write
         found = {name: found[name] for name in self._names if name in found}
-        ends = {name: ends[name] for name in self._names if name in ends and name not in found}
-        lines += _by_text(
-            {
-                name: f" launched last: {texts[-1]} (its launch {n})"
-                for name, (n, texts) in found.items()
-                if name != me
-            }
-        )
-        lines += _by_text(ends)
+        said = {
+            name: f" launched last: {texts[-1]} (its launch {n})"
+            for name, (n, texts) in found.items()
+        }
+        said |= {name: ends[name] for name in self._names if name in ends and name not in said}
         silent = f": no report within {REPORT_SECONDS:g} s: ended, or did not fail so far"
-        lines += _by_text({name: silent for name in self._names if name not in {**found, **ends}})
+        said |= {name: silent for name in self._names if name not in said}
+        del said[me]
+        lines += _by_text(said)
         difference = _first_difference(found, until=min(count for count, _ in found.values()))
         return "\n".join([*lines, difference] if difference else lines)
 
