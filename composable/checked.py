@@ -17,7 +17,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
 from itertools import repeat
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -293,6 +293,7 @@ class _Checks:
         hidden: how many a call has before those of the signature, as `self` is one.
     """
 
+    @untraced
     def __init__(self, function: Callable[..., Any]) -> None:
         owner, _, name = function.__qualname__.split(".<locals>.")[-1].rpartition(".")
         self.name = owner if name == "__init__" else f"{owner}.{name}" if owner else name
@@ -354,16 +355,7 @@ class _Checks:
 
 
 _is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
-_checks: Final[dict[Any, _Checks]] = {}
-
-
-@untraced
-def checks_of(function: Callable[..., Any]) -> _Checks:
-    """Return what `function` takes, which is read once."""
-    found = _checks.get(function)
-    if found is None:
-        found = _checks[function] = _Checks(function)
-    return found
+checks_of: Final = cache(_Checks)  # what a function takes is read once
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

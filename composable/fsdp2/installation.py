@@ -49,7 +49,6 @@ class Installation:
     def __init__(self) -> None:
         # modules that import from composable.fsdp2 by themselves
         self._have_ours = set(_modules_with({id(ours): None for _, ours in _PAIRS}))
-        self._is_installed = True
         self._of_accelerate: list[tuple[Any, Any]] = []
         self._used_cpu: str | None = None
 
@@ -68,8 +67,8 @@ class Installation:
         You may call it again. Annotated modules stay annotated.
         """
         global _installed
-        if self._is_installed:
-            self._is_installed, _installed = False, None
+        if _installed is self:
+            _installed = None
             back = {id(ours): torchs for torchs, ours in _PAIRS}
             names = [name for name in _modules_with(back) if name not in self._have_ours]
             exchange_in_modules(names, back)
