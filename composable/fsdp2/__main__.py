@@ -132,7 +132,8 @@ def _why_nothing(replicated: bool) -> str:
                 f"accelerate offers FSDP on accelerators only, {found}."
                 " To try a script on CPUs, run it by -m composable.fsdp2 --cpu"
             )
-        if getattr(_plugin(state), "fsdp_version", 2) != 2:
+        plugin = state.AcceleratorState._shared_state.get("fsdp_plugin")
+        if getattr(plugin, "fsdp_version", 2) != 2:
             return 'accelerate was asked for FSDP1. Ask for FSDP2: "version": 2, or fsdp_version=2'
     return (
         "nothing has called fully_shard of torch.distributed.fsdp, or of composable."
@@ -142,10 +143,6 @@ def _why_nothing(replicated: bool) -> str:
 
 def _world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _plugin(state: object) -> object:
-    return state.AcceleratorState._shared_state.get("fsdp_plugin")  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
