@@ -167,14 +167,15 @@ class Ledger:
         thread.join(REPORT_SECONDS + 1.0)
         # a thread that hangs may go on to write
         found = {name: found[name] for name in self._names if name in found}
+        others = [name for name in self._names if name != me]
         said = {
             name: f" launched last: {texts[-1]} (its launch {n})"
             for name, (n, texts) in found.items()
+            if name != me
         }
-        said |= {name: ends[name] for name in self._names if name in ends and name not in said}
+        said |= {name: ends[name] for name in others if name in ends and name not in said}
         silent = f": no report within {REPORT_SECONDS:g} s: ended, or did not fail so far"
-        said |= {name: silent for name in self._names if name not in said}
-        del said[me]
+        said |= {name: silent for name in others if name not in said}
         lines += _by_text(said)
         difference = _first_difference(found, until=min(count for count, _ in found.values()))
         return "\n".join([*lines, difference] if difference else lines)
