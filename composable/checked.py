@@ -127,8 +127,8 @@ _KNOWN: Final[dict[Any, _Kind]] = {
     nn.Parameter: _Kind(lambda value: isinstance(value, nn.Parameter), "a parameter"),
     Tensor: _Kind(lambda value: isinstance(value, Tensor), "a tensor"),
     torch.dtype: _Kind(lambda value: isinstance(value, torch.dtype), "a torch.dtype"),
+    os.PathLike: _Kind(_is_path, "a path (a string that is not empty, or os.PathLike)"),
 }
-_PATH: Final = _Kind(_is_path, "a path (a string that is not empty, or os.PathLike)")
 _NO_CONTAINERS: Final = (str, bytes, Tensor, Mapping)
 
 
@@ -154,8 +154,6 @@ def _read(hint: Any) -> _Kind:
         return _function(args)
     if getattr(kind, "_is_protocol", False):
         return _protocol(kind)
-    if kind is os.PathLike:
-        return _PATH
     if issubclass(kind, Iterable) and kind.__module__ in ("collections.abc", "builtins"):
         return _container(kind, args)
     return _Kind(lambda value: isinstance(value, kind), with_article(kind.__name__))
