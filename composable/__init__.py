@@ -18,7 +18,7 @@ from composable.api.tensor_parallel import declare_part
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import contract, on_undo, registry, remove
 from composable.features import traced as _traced  # noqa: F401  (takes its place in the engine)
-from composable.fsdp2 import installation as _installation  # noqa: F401  (takes its place, too)
+from composable.fsdp2 import installation as _installation  # noqa: F401  (pipelines see modules)
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
 from composable.optim.shard_steps import step_on_shards
