@@ -59,7 +59,7 @@ from composable.engine.params.precision import ExactModule
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import GRADIENT_HOOKS, Visit
 from composable.errors import unit_name
-from composable.features.grouping import GroupingByForm
+from composable.features.groups import GroupingByForm
 from composable.features.packed import is_packed, prepare_packed
 from composable.policies import PolicyLike
 

@@ -588,7 +588,7 @@ class ManagedParam:
         at_rest, compute: see the table at the top of this file.
         grad_dtype: what the user has set `grad_dtype` of the parameter to; None if it is its dtype.
         sends: of a parameter that is gathered in a form of its own, what the largest rank sends,
-            as all ranks have exchanged (`features/extension.py`).
+            as all ranks have exchanged (`features/groups.py`).
     """
 
     def __init__(self, info: ParamInfo) -> None:

@@ -40,7 +40,7 @@ the copies of packed parameters to their places. A launch allocates memory, cast
 copies received parameters to where modules compute with them.
 
 `Neighbours` gathers for backward from the few ranks that keep the parameters that forward has
-gathered. `ExtendedGather` (`features/extension.py`) sends a message in another form, for example
+gathered. `ExtendedGather` (`features/groups.py`) sends a message in another form, for example
 with fewer bits and scales. A comm may use supplied memory for its messages (`comm/supplied.py`).
 """
 
@@ -382,7 +382,7 @@ class ParamGroup(ABC):
     Attributes:
         unit: its name, for messages.
         to_rest: brings what rests beside them, as gradients do, from the device to where they rest.
-        extended: its parameters are gathered in a form of their own, see `features/extension.py`.
+        extended: its parameters are gathered in a form of their own, see `features/groups.py`.
         shard: the memory of shards; None if there is no one buffer of them.
         gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
             message, a cast, or a copy from the host. Otherwise they are the users' memory.
@@ -968,7 +968,7 @@ def _adopt(param: ManagedParam) -> nn.Parameter:
 @dataclass(frozen=True)
 class Grouping:
     """Which groups the sharded parameters of a unit with one precision, device and mesh are in:
-    here, one. `features/grouping.py` has others. Equal ones give the same kinds of groups.
+    here, one. `features/groups.py` has others. Equal ones give the same kinds of groups.
     """
 
     @property
