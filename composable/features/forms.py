@@ -92,8 +92,9 @@ class DTensorForm(ParamForm):
     def placements(self) -> tuple[Placement, ...]:
         return tuple(self.like.placements)
 
+    @override
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is distributed as by the user. It may be at rest, too, if not cut."""
+        # It may be at rest, too, if not cut.
         return isinstance(tensor, DTensor) and (
             (tensor.device_mesh, tuple(tensor.placements)) == (self.mesh, self.placements)
         )
@@ -102,10 +103,6 @@ class DTensorForm(ParamForm):
     @override
     def kept(self) -> tuple[Placement, ...]:
         return tuple(self.placements[dim] for dim in self.dims)
-
-    @override
-    def given(self, registered: Tensor) -> Tensor | None:
-        return local_tensor(registered) if self.owns(registered) else None
 
     @override
     def local_like(self, registered: Tensor) -> Tensor:
@@ -136,11 +133,6 @@ class DTensorForm(ParamForm):
         )
 
     @override
-    def uncut(self, parameter: DTensor) -> int:
-        # replicated parameters rest as the user distributed them
-        return parameter.device_mesh.ndim if self.owns(parameter) else self.ndim
-
-    @override
     def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         # A DTensor takes over the storage offset of what it is made around. torch.compile expects
         # that of the local tensor; at-rest parameters have none, so that they can be copied.
@@ -161,10 +153,8 @@ class DTensorForm(ParamForm):
     @override
     @torch.no_grad()
     def unsharded(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return whole_of(tensor)
-        if self.owns(tensor):  # replicated parameters rest so
-            return local_of(tensor).clone()
+        if self.owns(tensor) or not isinstance(tensor, DTensor):  # replicated parameters rest so
+            return local_tensor(tensor).clone()
         # as if it were the same on all tensor-parallel ranks: along them nothing is sent
         like, placements = local_of(self.like), [*tensor.placements]
         placements[: self.ndim] = [Replicate()] * self.ndim
@@ -230,13 +220,10 @@ class PartForm(DTensorForm):
 
     __slots__ = ()
 
+    owns = ParamForm.owns
     compute_parameter = ParamForm.compute_parameter
     shown = ParamForm.shown
     refusal = ParamForm.refusal
-
-    @override
-    def owns(self, tensor: Tensor) -> bool:
-        return not isinstance(tensor, DTensor)
 
 
 PART: Final = "_composable_part"  # the attribute that `declare_part` sets
@@ -289,21 +276,12 @@ def refusal_of(name: str, parameter: Any) -> str:
 
 
 class PackedForm(ParamForm):
-    """See the top of this file.
+    """See the top of this file; `kind` is the user's class."""
 
-    Args:
-        kind: the user's class.
-    """
-
-    __slots__ = ("_kind",)
+    __slots__ = ("kind",)
 
     def __init__(self, kind: type[nn.Parameter]) -> None:
-        self._kind = kind
-
-    @property
-    @override
-    def kind(self) -> type[nn.Parameter]:
-        return self._kind
+        self.kind = kind
 
     @override
     def finish_copy(self, made: Any, memo: dict[Any, Any]) -> None:

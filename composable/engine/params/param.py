@@ -77,6 +77,8 @@ class ParamForm:
 
     # whether the modules of one rank compute with all of it, in a plain tensor
     is_whole: ClassVar[bool] = True
+    # the class of what modules compute with
+    kind: type[nn.Parameter] = nn.Parameter
 
     @property
     def kept(self) -> Sequence[Placement]:
@@ -90,9 +92,9 @@ class ParamForm:
         """The number of the user's dimensions of the mesh that it rests on."""
         return len(self.kept)
 
-    def given(self, registered: Tensor) -> Tensor | None:
-        """The local tensor of a parameter as its user made it; None of one that rests."""
-        return None if isinstance(registered, DTensor) else registered
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is distributed as its user made it, not as it rests where it is cut."""
+        return not isinstance(tensor, DTensor)
 
     def local_like(self, registered: Tensor) -> Tensor:
         """A tensor with the shape and strides of the local one, which is not sharded."""
@@ -118,12 +120,6 @@ class ParamForm:
         """Why the parameter with this name cannot be replaced by `replacement`; empty if it can."""
         return ""
 
-    def uncut(self, parameter: DTensor) -> int:
-        """The first dimensions of a parameter's mesh along which its local tensor is not cut, when
-        it is sharded.
-        """
-        return 0
-
     def shard_like(self, value: Tensor, parameter: DTensor, device: torch.device) -> DTensor:
         """`value` with the placements of `parameter`: of a plain tensor, the local one, this rank's
         shard on `device`.
@@ -137,8 +133,10 @@ class ParamForm:
         mesh, local = parameter.device_mesh, value.detach()
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
+        # the user's dimensions are first, along which `value` is cut already
+        first = mesh.ndim if self.owns(parameter) else self.ndim
         for axis, placement in enumerate(placements):
-            if isinstance(placement, SHARDS) and axis >= self.uncut(parameter):
+            if isinstance(placement, SHARDS) and axis >= first:
                 cut = partial(cut_along, ranks=mesh.size(axis), rank=coordinate[axis])
                 local = cut_by(placement, cut, local)
         if not local.is_meta:
@@ -146,11 +144,6 @@ class ParamForm:
         return wrap(local, mesh, placements, parameter.shape, parameter.stride())
 
     # --- compute ---------------------------------------------------------------------------------
-
-    @property
-    def kind(self) -> type[nn.Parameter]:
-        """The class of what modules compute with."""
-        return nn.Parameter
 
     def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """What modules compute with, around the local tensor, whose memory may come later."""
@@ -685,7 +678,7 @@ class ManagedParam:
         label = label_of(registered)
         if isinstance(registered, DTensor) and label is not None and label.form == "at_rest":
             return None  # where nothing cuts it, it has the placements that it was given with
-        return self.info.form.given(registered)
+        return local_tensor(registered) if self.info.form.owns(registered) else None
 
     def move(self, move: Callable[[Tensor], Tensor], shard: Tensor | None = None) -> None:
         """Let the at-rest parameter and its gradient be on another device, and modules compute with
