@@ -50,8 +50,13 @@ from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, Sends, memory_order
-from composable.engine.params.param_group import Gather, Grouping, ParamGroup, ShardedGroup
-from composable.engine.params.precision import Precision
+from composable.engine.params.param_group import (
+    Gather,
+    Grouping,
+    GroupKey,
+    ParamGroup,
+    ShardedGroup,
+)
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer, note_resized
@@ -418,9 +423,9 @@ def refuse_extended(what: str, unit: Unit) -> None:
 class OffloadedGather(Gather):
     """Sends a copy of the shards that exists as long as the gather needs it."""
 
-    def __init__(self, coming: ComingShards, *args: Any) -> None:
-        self._coming = coming
-        super().__init__(*args)
+    def __init__(self, group: OffloadedGroup) -> None:
+        self._coming = ComingShards(group.shard, group.home)
+        super().__init__(group)
         self._holds_input = True
 
     @override
@@ -446,20 +451,17 @@ class OffloadedGather(Gather):
 class OffloadedGroup(ShardedGroup):
     """Parameters whose shards rest on the host, as their gradients do."""
 
-    def __init__(self, home: HostHome, *args: Any) -> None:
-        self._home, self.to_rest = home, home.take
-        super().__init__(*args)
+    def __init__(self, home: HostHome, params: Sequence[ManagedParam], key: GroupKey) -> None:
+        self.home, self.to_rest = home, home.take
+        super().__init__(params, key)
 
     @override
     def _make_shard(self) -> Tensor:
-        return self._home.zeros(self.layout.shard_numel, self.precision.original)
+        return self.home.zeros(self.layout.shard_numel, self.precision.original)
 
     @override
     def _make_gather(self) -> Gather:
-        return OffloadedGather(
-            ComingShards(self.shard, self._home), self._copied(), self.layout, self.precision,
-            self.device, self.comm, self.shard,
-        )  # fmt: skip
+        return OffloadedGather(self)
 
     @override
     def _aliased(self, slot: Slot) -> bool:
@@ -487,25 +489,19 @@ class GroupingByForm(Grouping):
         return self.offload is not None
 
     @override
-    def groups(
-        self,
-        params: Sequence[ManagedParam],
-        precision: Precision,
-        device: torch.device,
-        mesh_info: MeshInfo,
-    ) -> list[ParamGroup]:
+    def groups(self, params: Sequence[ManagedParam], key: GroupKey) -> list[ParamGroup]:
         together = list[ManagedParam]()
         if any(map(_is_extended, params)):
             together = [param for param in params if _is_extended(param) or _may_join(param)]
         rest = [param for param in params if param not in together]
-        args, made = (precision, device, mesh_info), list[ParamGroup]()
+        made = list[ParamGroup]()
         if together:
-            made.append(ExtendedGroup(self.policy, together, *args))
-        if rest and self.offload and has_streams(device):
-            home = HostHome(device, pin_memory=self.offload.pin_memory)
-            made.append(OffloadedGroup(home, rest, *args))
+            made.append(ExtendedGroup(self.policy, together, key))
+        if rest and self.offload and has_streams(key.device):
+            home = HostHome(key.device, pin_memory=self.offload.pin_memory)
+            made.append(OffloadedGroup(home, rest, key))
         elif rest:
-            made += super().groups(rest, *args)
+            made += super().groups(rest, key)
         return made
 
 

@@ -53,7 +53,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 from operator import add, call, is_not, itemgetter, ne, or_
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import torch
@@ -102,11 +102,6 @@ from composable.torch_private import (
 class Gather:
     """See the top of this file.
 
-    Args:
-        copied: parameters that are whole already and are computed with in other memory, with their
-            slots.
-        shard: the shard buffer; None where parameters are whole already and are cast only.
-
     Attributes:
         full: memory of compute parameters.
         late: that of packed ones, which gets its memory when the message has landed; of 0 bytes if
@@ -115,18 +110,10 @@ class Gather:
         pairs: what a launch sends, and where that arrives.
     """
 
-    def __init__(
-        self,
-        copied: Sequence[tuple[ManagedParam, Slot]],
-        layout: GatherLayout,
-        precision: Precision,
-        device: torch.device,
-        comm: Comm,
-        shard: Tensor | None,
-    ) -> None:
-        self._comm = comm
-        self._shard = shard
-        dtype = precision.compute
+    def __init__(self, group: ParamGroup) -> None:
+        self._comm = group.comm
+        self._shard = group.shard
+        layout, dtype, device = group.layout, group.precision.compute, group.device
         # A buffer of 0 bytes takes no memory, and is in no list that a step goes through.
         self.full = ElasticBuffer(layout.full_numel, dtype, device)
         self.late = ElasticBuffer(layout.late_numel, dtype, device)
@@ -134,7 +121,8 @@ class Gather:
         self.buffers = sized or (self.full,)  # all of its parameters may be empty
         # where packed shards arrive; cast shards that are sent: while a gather is in flight
         self._stagings: list[ElasticBuffer] = []
-        self._sent = ElasticBuffer(layout.cut_numel if precision.casts else 0, dtype, device)
+        cast = layout.cut_numel if group.precision.casts else 0
+        self._sent = ElasticBuffer(cast, dtype, device)
         self._holds_input = self._sent.nbytes > 0  # what is sent has memory of its own
         self.pairs: list[tuple[Tensor, Tensor]] = []  # the whole, and this rank's part of it
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -142,7 +130,7 @@ class Gather:
         self._columns: list[tuple[Tensor, list[int], list[Tensor]]] = []
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._plan_packed(layout, dtype, device)
-        self._plan_sending(copied, layout)
+        self._plan_sending(group.copied(), layout)
         found = (*self._stagings, self._sent, self.full)
         self._in_flight = [buffer for buffer in found if buffer.nbytes]
         self.pairs = Again(self.pairs)  # the same in every step: the comm keeps its plan
@@ -293,11 +281,6 @@ class Gather:
             if buffer.held:
                 buffer.free()
 
-    def aliases(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is, or views, memory of compute parameters."""
-        key = storage_key(innermost(tensor))
-        return any(buffer.held and storage_key(buffer.tensor) == key for buffer in self.buffers)
-
 
 class Neighbours:
     """The gather for backward from a few ranks, which together keep what forward has gathered.
@@ -371,6 +354,14 @@ class ShardedState(enum.Enum):
     SHARDED_POST_FORWARD = "a few neighbouring ranks have all of them together"
 
 
+class GroupKey(NamedTuple):
+    """What the parameters of one group have in common."""
+
+    precision: Precision
+    device: torch.device  # of what modules compute with
+    mesh_info: MeshInfo
+
+
 class ParamGroup(ABC):
     """See the top of this file. How its parameters rest is the matter of `ShardedGroup` and
     `ReplicatedGroup`.
@@ -394,18 +385,10 @@ class ParamGroup(ABC):
     to_rest: Callable[[list[Tensor]], list[Tensor]] = list
     shard: Tensor | None = None
 
-    def __init__(
-        self,
-        params: Sequence[ManagedParam],
-        precision: Precision,
-        device: torch.device,
-        mesh_info: MeshInfo,
-    ) -> None:
+    def __init__(self, params: Sequence[ManagedParam], key: GroupKey) -> None:
         self.params = tuple(params)
-        self.precision = precision
-        self.device = device
-        self.mesh_info = mesh_info
-        self.comm: Comm = mesh_info.shard
+        self.precision, self.device, self.mesh_info = key
+        self.comm: Comm = self.mesh_info.shard
         self.unit = ""
         self._launch = Launch("", LaunchKind.GATHER, self)
         self._work: Work = DONE  # the all-gather in flight
@@ -422,7 +405,7 @@ class ParamGroup(ABC):
             self._memory = self._make_memory()
             self.gather = self._make_gather() if self.gathers else None
             self._source: Gather | Neighbours | None = self.gather  # what `unshard` launches
-            near = mesh_info.post_forward
+            near = self.mesh_info.post_forward
             if near and self.gather and self.layout.gathered and not self.extended:
                 self._near = Neighbours(self.gather.full, near)
             for param, slot in self.members:
@@ -475,11 +458,9 @@ class ParamGroup(ABC):
         """
 
     def _make_gather(self) -> Gather:
-        return Gather(
-            self._copied(), self.layout, self.precision, self.device, self.comm, self.shard
-        )
+        return Gather(self)
 
-    def _copied(self) -> list[tuple[ManagedParam, Slot]]:
+    def copied(self) -> list[tuple[ManagedParam, Slot]]:
         """Parameters that are whole already, and are computed with in other memory."""
         return [
             (param, slot)
@@ -769,7 +750,8 @@ class ParamGroup(ABC):
 
     def aliases(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, a compute parameter whose memory comes and goes."""
-        return self.gather is not None and self.gather.aliases(tensor)
+        key, buffers = storage_key(innermost(tensor)), self.gather.buffers if self.gather else ()
+        return any(buffer.held and storage_key(buffer.tensor) == key for buffer in buffers)
 
 
 class ShardedGroup(ParamGroup):
@@ -967,8 +949,8 @@ def _adopt(param: ManagedParam) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Which groups the sharded parameters of a unit with one precision, device and mesh are in:
-    here, one. `features/groups.py` has others. Equal ones give the same kinds of groups.
+    """Which groups the sharded parameters of a unit that have one key are in: here, one.
+    `features/groups.py` has others. Equal ones give the same kinds of groups.
     """
 
     @property
@@ -976,11 +958,5 @@ class Grouping:
         """Whether shards rest in host memory, wherever they are gathered."""
         return False
 
-    def groups(
-        self,
-        params: Sequence[ManagedParam],
-        precision: Precision,
-        device: torch.device,
-        mesh_info: MeshInfo,
-    ) -> list[ParamGroup]:
-        return [ShardedGroup(params, precision, device, mesh_info)]
+    def groups(self, params: Sequence[ManagedParam], key: GroupKey) -> list[ParamGroup]:
+        return [ShardedGroup(params, key)]
