@@ -31,9 +31,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import repeat
 from operator import attrgetter
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 from weakref import ref
 
 import torch
@@ -413,13 +413,6 @@ class ParamInfo:
     mesh_info: MeshInfo | None = None
 
 
-class Owner(Protocol):
-    """The unit that manages a parameter, as far as this file looks."""
-
-    mesh_info: MeshInfo
-    relations: Any
-
-
 # --- labels: what a parameter is to its unit, for optimizers, clipping, scalers and messages ----
 
 _LABEL: Final = "_composable_label"
@@ -480,7 +473,7 @@ def set_label(
     label.unit, label.fqn, label.form = unit_name, info.fqn, form
     label.mesh_info = info.mesh_info
     label.mesh = info.form.mesh_at_rest(None)
-    label.places = param.places
+    label.places = tuple([(ref(place.module), place.name) for place in info.places])
     if owner is not None:
         label.owner = ref(owner)
 
@@ -502,7 +495,7 @@ def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     )
 
 
-def owner_of(parameter: Tensor) -> Owner | None:
+def owner_of(parameter: Tensor) -> Any:
     """The unit that manages `parameter`; `unit_of` knows it as one."""
     label = label_of(parameter)
     return (
@@ -573,7 +566,6 @@ class ManagedParam:
     Attributes:
         info: what the annotation asked for; `places` may grow by tied places of other units.
         tables: where it is looked up and registered, at each place.
-        places: modules, weakly, and names, for labels.
         own: the user's parameter, for units that leave its memory where it is; None where the unit
             has shards.
         original: weakly, the parameter that was registered before the annotation, or that the user
@@ -608,7 +600,6 @@ class ManagedParam:
     def set_info(self, info: ParamInfo) -> None:
         self.info = info
         self.tables = tuple([(_table_of(place.module), place.name) for place in info.places])
-        self.places = tuple([(ref(place.module), place.name) for place in info.places])
 
     def agree(self, sends: Sends | None) -> None:
         """See `sends`; None: ranks are to tell each other again."""
@@ -741,13 +732,12 @@ class ParameterSwap:
     where it is.
     """
 
-    __slots__ = ("_in", "_of_modules", "_out", "_params")
+    __slots__ = ("_in", "_out", "_params")
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
         self._params = [param for param in params if param.at_rest is not param.compute]
         self._in = [(*at, p.at_rest, p.compute) for p in self._params for at in p.tables]
         self._out = [(*at, p.compute, p.at_rest) for p in self._params for at in p.tables]
-        self._of_modules: dict[int, list[_Swapped]] = {}  # `_out`, once one of them was asked for
 
     def swap_in(self) -> None:
         """Register the compute parameters."""
@@ -771,19 +761,15 @@ class ParameterSwap:
 
     def swap_in_at(self, module: nn.Module) -> None:
         """Register the compute parameters at one module."""
-        here = self._at(module)
-        _exchange([(table, name, at_rest, compute) for table, name, compute, at_rest in here])
+        _exchange(self._at(module, self._in))
 
     def swap_out_at(self, module: nn.Module) -> None:
         """Register the at-rest parameters at one module."""
-        _exchange(self._at(module))
+        _exchange(self._at(module, self._out))
 
-    def _at(self, module: nn.Module) -> list[_Swapped]:
-        if not self._of_modules:
-            places = (place for param in self._params for place in param.info.places)
-            for place, swapped in zip(places, self._out, strict=True):
-                self._of_modules.setdefault(id(place.module), []).append(swapped)
-        return self._of_modules.get(id(module), [])
+    def _at(self, module: nn.Module, swapped: Sequence[_Swapped]) -> list[_Swapped]:
+        places = (place for param in self._params for place in param.info.places)
+        return [each for place, each in zip(places, swapped, strict=True) if place.module is module]
 
 
 _Swapped = tuple[Any, str, nn.Parameter, nn.Parameter]  # where, what is there, what comes
@@ -835,13 +821,8 @@ def as_parameter(tensor: Tensor, slot: Slot) -> Tensor:
 
 def shape_and_strides(slot: Slot) -> tuple[torch.Size, tuple[int, ...]]:
     """Those of the whole parameter."""
-    # from the innermost dimension outwards
-    steps = accumulate(slot.shape[:0:-1], lambda step, size: step * max(size, 1), initial=1)
-    strides = tuple(steps)[::-1] if slot.shape else ()
-    if not slot.order:
-        return torch.Size(slot.shape), strides
-    dims = sorted(range(len(slot.order)), key=slot.order.__getitem__)
-    return torch.Size([slot.shape[dim] for dim in dims]), tuple([strides[dim] for dim in dims])
+    whole = as_parameter(torch.empty(slot.shape, device="meta"), slot)
+    return whole.shape, whole.stride()
 
 
 def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
