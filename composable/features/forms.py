@@ -312,7 +312,11 @@ def prepare_packed(module: nn.Module, device: torch.device) -> list[Callable[[],
     if module._parameters.get("bias") is not None and (
         packed or any(hasattr(each, _OF_8_BITS) for each in module.parameters(recurse=False))
     ):
-        undo.append(_CastBias(module).remove)
+        cast = _CastBias()
+        undo.append(module.register_forward_pre_hook(cast.before).remove)
+        # before units exchange their parameters
+        after = module.register_forward_hook(cast.after, prepend=True, always_call=True)
+        undo.append(after.remove)
     if packed and getattr(module, _REPACKS, False):
         # It would exchange the memory of what is gathered, and change the shared `quant_state`.
         _set_repacks(module, repacks=False)
@@ -326,28 +330,19 @@ class _CastBias:
     one, which it leaves alone.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
         self._bias: Tensor | None = None  # in a call, the one that the module has outside
-        self._handles = (
-            module.register_forward_pre_hook(self._before),
-            # before units exchange their parameters
-            module.register_forward_hook(self._after, prepend=True, always_call=True),
-        )
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any) -> None:
         bias = module._parameters["bias"]
         dtype = getattr(module, "compute_dtype", None) or (args[0].dtype if args else None)
         if bias is not None and dtype is not None and bias.dtype != dtype:
             self._bias = bias
             module._parameters["bias"] = bias.to(dtype)  # type: ignore[assignment]
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._bias is not None:
             module._parameters["bias"], self._bias = self._bias, None  # type: ignore[assignment]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def _set_repacks(module: nn.Module, *, repacks: bool) -> None:

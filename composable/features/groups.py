@@ -507,9 +507,8 @@ class GroupingByForm(Grouping):
 
 def _is_extended(param: ManagedParam) -> bool:
     """A plain parameter's attributes are not its shards', so that it has no protocol."""
-    if type(param.current) is nn.Parameter or not param.info.form.is_whole:
-        return False
-    return has_protocol(local_tensor(param.current))
+    is_plain = type(param.current) is nn.Parameter
+    return not is_plain and param.is_whole and has_protocol(local_tensor(param.current))
 
 
 def _may_join(param: ManagedParam) -> bool:

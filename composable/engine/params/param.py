@@ -533,9 +533,10 @@ def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
     if owner is None or label is None:
         return None
     own = label.mesh_info
+    info: MeshInfo = owner.mesh_info
     group: ref[dist.ProcessGroup] | None = owner.relations.model_group
-    if group is None and own is not None and own.all.size < owner.mesh_info.all.size:
-        return owner.mesh_info.all.group
+    if group is None and own is not None and own.all.size < info.all.size:
+        return info.all.group
     return None if group is None else group()
 
 
@@ -732,12 +733,13 @@ class ParameterSwap:
     where it is.
     """
 
-    __slots__ = ("_in", "_out", "_params")
+    __slots__ = ("_in", "_of_modules", "_out", "_params")
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
         self._params = [param for param in params if param.at_rest is not param.compute]
         self._in = [(*at, p.at_rest, p.compute) for p in self._params for at in p.tables]
         self._out = [(*at, p.compute, p.at_rest) for p in self._params for at in p.tables]
+        self._of_modules: dict[int, list[_Swapped]] = {}  # `_out`, once one of them was asked for
 
     def swap_in(self) -> None:
         """Register the compute parameters."""
@@ -761,15 +763,19 @@ class ParameterSwap:
 
     def swap_in_at(self, module: nn.Module) -> None:
         """Register the compute parameters at one module."""
-        _exchange(self._at(module, self._in))
+        here = self._at(module)
+        _exchange([(table, name, at_rest, compute) for table, name, compute, at_rest in here])
 
     def swap_out_at(self, module: nn.Module) -> None:
         """Register the at-rest parameters at one module."""
-        _exchange(self._at(module, self._out))
+        _exchange(self._at(module))
 
-    def _at(self, module: nn.Module, swapped: Sequence[_Swapped]) -> list[_Swapped]:
-        places = (place for param in self._params for place in param.info.places)
-        return [each for place, each in zip(places, swapped, strict=True) if place.module is module]
+    def _at(self, module: nn.Module) -> list[_Swapped]:
+        if not self._of_modules:
+            places = (place for param in self._params for place in param.info.places)
+            for place, swapped in zip(places, self._out, strict=True):
+                self._of_modules.setdefault(id(place.module), []).append(swapped)
+        return self._of_modules.get(id(module), [])
 
 
 _Swapped = tuple[Any, str, nn.Parameter, nn.Parameter]  # where, what is there, what comes

@@ -94,7 +94,6 @@ from composable.torch_private import (
     outside_transforms,
     set_versions,
     storage_key,
-    take_hooks,
     version_of,
 )
 
@@ -807,7 +806,7 @@ class ShardedGroup(ParamGroup):
             [*form.kept, *_shard_placements(slot, info.mesh, info.shard_dim)],
             *form.size_of(*shape_and_strides(slot)), requires_grad=registered.requires_grad,
         )  # fmt: skip
-        take_hooks(registered, at_rest)
+        move_hooks(registered, at_rest)
         copy_attributes(registered, at_rest)
         return at_rest
 
