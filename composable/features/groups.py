@@ -490,9 +490,8 @@ class GroupingByForm(Grouping):
 
     @override
     def groups(self, params: Sequence[ManagedParam], key: GroupKey) -> list[ParamGroup]:
-        together = list[ManagedParam]()
-        if any(map(_is_extended, params)):
-            together = [param for param in params if _is_extended(param) or _may_join(param)]
+        extended = [param for param in params if _is_extended(param)]
+        together = [p for p in params if p in extended or (extended and _may_join(p))]
         rest = [param for param in params if param not in together]
         made = list[ParamGroup]()
         if together:

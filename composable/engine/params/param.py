@@ -49,11 +49,11 @@ from composable.comm.mesh_info import MeshInfo
 from composable.contract.tree import Place
 from composable.engine.params.layout import Route, Slot
 from composable.tensors.dtensors import (
-    dtensor_parameter,
     gradient_like,
     is_unreduced,
     whole_of,
     wrap,
+    wrap_like,
 )
 from composable.tensors.protocol import cut_along
 from composable.torch_private import (
@@ -64,6 +64,7 @@ from composable.torch_private import (
     hooks_after_accumulation,
     local_of,
     local_tensor,
+    parameter_around,
     set_local,
     storage_key,
 )
@@ -140,7 +141,7 @@ class ParamForm:
                 local = cut_by(placement, cut, local)
         if not local.is_meta:
             local = local.to(device)
-        return wrap(local, mesh, placements, parameter.shape, parameter.stride())
+        return wrap_like(local, parameter)
 
     # --- compute ---------------------------------------------------------------------------------
 
@@ -837,6 +838,15 @@ def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
     return whole.narrow(slot.cut_dim, *slot.extent(rank))
 
 
+def replacement_of(source: nn.Parameter, made: DTensor) -> nn.Parameter:
+    """Make `made` a parameter in place of `source`: it trains if that does, and has the attributes
+    that users have set there.
+    """
+    parameter = parameter_around(made, requires_grad=source.requires_grad)
+    copy_attributes(source, parameter)
+    return parameter
+
+
 def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
     """The at-rest parameter keeps its identity when its data moves into `local`, on any device."""
     assert isinstance(registered, DTensor)
@@ -848,11 +858,7 @@ def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
     # before anything changes, since a copy may raise for want of memory
     moved = local_of(gradient).to(local.device) if isinstance(gradient, DTensor) else None
     registered.grad = None
-    made = dtensor_parameter(
-        local, registered.device_mesh, registered.placements,
-        registered.shape, registered.stride(), requires_grad=registered.requires_grad,
-    )  # fmt: skip
-    copy_attributes(registered, made)
+    made = replacement_of(registered, wrap_like(local, registered))
     made.grad_dtype = registered.grad_dtype
     torch.utils.swap_tensors(registered, made)
     if moved is not None:

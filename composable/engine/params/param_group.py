@@ -78,13 +78,14 @@ from composable.engine.params.param import (
     label_of,
     memory_order,
     move_hooks,
+    replacement_of,
     set_label,
     shape_and_strides,
 )
 from composable.engine.params.precision import Precision
 from composable.errors import ForeignParameterError, few
 from composable.memory.elastic import ElasticBuffer, with_own_storage
-from composable.tensors.dtensors import dtensor_parameter, gradient_like
+from composable.tensors.dtensors import gradient_like, wrap
 from composable.tensors.protocol import has_protocol
 from composable.torch_private import (
     as_tensors,
@@ -801,13 +802,10 @@ class ShardedGroup(ParamGroup):
         assert info.mesh is not None
         if param.users_local is None:
             return at_home(registered, self._local(slot))
-        at_rest = dtensor_parameter(
-            self._local(slot), mesh,
-            [*form.kept, *_shard_placements(slot, info.mesh, info.shard_dim)],
-            *form.size_of(*shape_and_strides(slot)), requires_grad=registered.requires_grad,
-        )  # fmt: skip
+        placements = [*form.kept, *_shard_placements(slot, info.mesh, info.shard_dim)]
+        size = form.size_of(*shape_and_strides(slot))
+        at_rest = replacement_of(registered, wrap(self._local(slot), mesh, placements, *size))
         move_hooks(registered, at_rest)
-        copy_attributes(registered, at_rest)
         return at_rest
 
     @override
@@ -891,11 +889,8 @@ class ReplicatedGroup(ParamGroup):
             return own
         if isinstance(registered, DTensor) and registered.device_mesh == mesh:
             return at_home(registered, own.detach())
-        at_rest = dtensor_parameter(
-            own.detach(), mesh, [Replicate()] * mesh.ndim,
-            own.shape, own.stride(), requires_grad=own.requires_grad,
-        )  # fmt: skip
-        copy_attributes(own, at_rest)
+        replicated = [Replicate()] * mesh.ndim
+        at_rest = replacement_of(own, wrap(own.detach(), mesh, replicated, own.shape, own.stride()))
         # autograd accumulates on `own`, and users mean the reduced gradient
         move_hooks(own, at_rest)
         if own.grad is not None:
