@@ -81,7 +81,7 @@ from composable.engine.step.observer import called as called
 from composable.engine.step.observer import follow_steps as follow_steps
 from composable.engine.step.observer import open_scope as open_scope
 from composable.engine.step.observer import values_exchanged as values_exchanged
-from composable.features import extension, hook_stages
+from composable.features import groups, hook_stages
 from composable.features.activations import offloading_from_host as offloading_from_host
 from composable.memory.elastic import ElasticBuffer
 from composable.optim.in_backward import is_part_of_backward as is_part_of_backward
@@ -408,7 +408,7 @@ def written(units: Iterable[Unit]) -> None:
 
 def refuse_extended(what: str, of: Unit) -> None:
     """Raise if parameters are gathered in a form of their own, and have no shard buffer."""
-    extension.refuse_extended(what, *_of_engine([of]))
+    groups.refuse_extended(what, *_of_engine([of]))
 
 
 def units_in(*modules: nn.Module, caller: str = "") -> list[Unit]:

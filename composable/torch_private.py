@@ -135,16 +135,6 @@ hooks_after_accumulation: Callable[[Tensor], OrderedDict[int, Any] | None] = att
 )
 
 
-def take_hooks(source: Tensor, target: Tensor) -> None:
-    """Let `target` share the hooks of `source`. They share the dictionaries, because the handle
-    that removes a hook refers to the dictionary that it was added to.
-    """
-    if (hooks := gradient_hooks(source)) is not None:
-        target._backward_hooks = hooks
-    if (hooks := hooks_after_accumulation(source)) is not None:
-        target._post_accumulate_grad_hooks = hooks
-
-
 # Non-reentrant checkpointing as a generator: code before the first yield runs before forward, the
 # rest after it. `torch.utils.checkpoint.checkpoint` calls the function itself, which forward hooks
 # cannot do.

@@ -23,7 +23,7 @@ from composable.config import StateSync
 from composable.contract.contract import registry
 from composable.contract.tree import REPLICATE, SHARD, managed_buffers, managed_parameters
 from composable.errors import AnnotationError
-from composable.features.packed import is_packed
+from composable.features.forms import is_packed
 
 _NAME: Final = "apply_tp_plan"
 

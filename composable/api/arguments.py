@@ -27,7 +27,7 @@ from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
 from composable.errors import AnnotationError, MeshError, kind_of, what_is_there
-from composable.features.dtensor_form import mesh_and_placements
+from composable.features.forms import mesh_and_placements
 from composable.memory.streams import has_streams
 from composable.policies import by_all_names
 

@@ -8,7 +8,7 @@ from composable.api.brackets import annotate_each
 from composable.checked import checked
 from composable.contract.contract import Target, contract
 from composable.errors import AnnotationError
-from composable.features.recompute import Contexts, RecomputeBracket, RecomputeOptions
+from composable.features.activations import Contexts, RecomputeBracket, RecomputeOptions
 from composable.policies import PolicyLike
 
 _EQUIVALENTS: Final = {

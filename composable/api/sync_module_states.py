@@ -28,7 +28,7 @@ from composable.config import SYNC_MODES
 from composable.contract.tree import Managed
 from composable.engine.params.param import copy_attributes
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
-from composable.features.dtensor_form import mesh_and_placements
+from composable.features.forms import mesh_and_placements
 from composable.memory.digests import digests_as_ints
 from composable.tensors.protocol import plain_parts
 

@@ -19,14 +19,14 @@ from composable.comm.launch import Launch
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.param import ParamForm
 from composable.errors import AnnotationError, RanksDisagreeError, first_line, with_article
-from composable.features.dtensor_form import (
+from composable.features.forms import (
     PART,
     DTensorForm,
     PartForm,
+    form_of,
     mesh_and_placements,
     meta_like,
 )
-from composable.features.packed import form_of
 from composable.tensors.dtensors import describe_mesh
 
 

@@ -65,8 +65,8 @@ from composable.engine.params.precision import ExactModule
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import GRADIENT_HOOKS, Visit
 from composable.errors import unit_name
-from composable.features.grouping import GroupingByForm
-from composable.features.packed import is_packed, prepare_packed
+from composable.features.forms import is_packed, prepare_packed
+from composable.features.groups import GroupingByForm
 from composable.policies import PolicyLike
 
 

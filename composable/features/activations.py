@@ -1,11 +1,13 @@
-"""Saved tensors in host memory between forward and backward (`offload_activations`).
+"""What becomes of activations between forward and backward: they are computed again
+(`checkpoint`), or are in host memory (`offload_activations`). Each is a bracket around the forward
+of one module.
 
-Each direction has a stream of its own, and the host waits for neither. Device memory is allocated
-and freed on the compute stream. The last few tensors (`AHEAD`) stay on the device until their
-copies have ended; the compute stream waits for the copy of an older one before its memory is freed,
-so memory stays bounded if the link is slower than the computation. Backward reads saved tensors
-from the newest to the oldest, so a read launches the copies of the next older ones. If the order
-differs a copy is wasted, and the values are still right.
+Each direction of copies has a stream of its own, and the host waits for neither.
+Device memory is allocated and freed on the compute stream. The last few tensors (`AHEAD`) stay on
+the device until their copies have ended; the compute stream waits for the copy of an older one
+before its memory is freed, so memory stays bounded if the link is slower than the computation.
+Backward reads saved tensors from the newest to the oldest, so a read launches the copies of the
+next older ones. If the order differs a copy is wasted, and the values are still right.
 
 What stays on the device:
 * parameters, their views and their casts by autocast, memory that comes and goes, and buffers: an
@@ -28,25 +30,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache, partial
 from itertools import chain, count
 from operator import methodcaller
 from threading import local
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import noop_context_fn
 from typing_extensions import override
 
-from composable.compilation import untraced
+from composable.compilation import call_compiled, running_compiler, untraced, untraced_alone
 from composable.engine.step.observer import OBSERVERS, Observer
 from composable.errors import SavedTensorError
 from composable.memory.elastic import is_elastic
 from composable.memory.streams import Mark, Streams, any_has_streams, has_streams, streams_of
-from composable.torch_private import innermost, locals_of
+from composable.torch_private import checkpoint_generator, innermost, locals_of
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 # Tensors that may be on their way in one direction. Attention saves four tensors, and its backward
 # reads all at once.
@@ -337,7 +342,7 @@ def _storages_of(module: nn.Module) -> dict[int, torch.UntypedStorage]:
     return {id(storage): storage for storage in storages}
 
 
-# --- the bracket --------------------------------------------------------------------------------
+# --- the bracket of offloaded modules -----------------------------------------------------------
 
 
 class _OfThread(local):
@@ -446,3 +451,88 @@ class _Interrupts(Observer):
 
 
 OBSERVERS.add(_Interrupts())
+
+
+# --- activations that are computed again ---------------------------------------------------------
+
+
+class RecomputeOptions(NamedTuple):
+    """What `torch.utils.checkpoint.checkpoint` takes, by the same names."""
+
+    preserve_rng_state: bool
+    context_fn: Contexts | None
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+
+
+class RecomputeBracket:
+    """Saves a module's inputs only, and runs its forward again when backward asks for the rest.
+
+    The second run goes through the module's hooks again, but for this bracket: the annotations
+    around it see it.
+    """
+
+    def __init__(self, options: RecomputeOptions) -> None:
+        self._options = options._replace(context_fn=options.context_fn or noop_context_fn)
+        self._open: list[Any] = []  # generators of forwards that are under way, innermost last
+        self._recomputing = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": [], "_recomputing": 0}
+
+    @untraced_alone
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not self._recomputing:
+            self._begin(module, args, kwargs, running_compiler())
+        return args, kwargs
+
+    @untraced
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any, compiler: Any) -> None:
+        generator = checkpoint_generator(
+            partial(self._again, module, compiler), *self._options, *args, **kwargs
+        )
+        self._open.append(generator)
+        next(generator)
+
+    @untraced
+    def _again(self, module: nn.Module, compiler: Any, *args: Any, **kwargs: Any) -> None:
+        self._recomputing += 1
+        statistics = _hide_statistics(module)
+        try:
+            with recomputing(module):
+                call_compiled(compiler, module, args, kwargs)
+        finally:
+            for norm, name, buffer in statistics:
+                norm._buffers[name] = buffer
+            self._recomputing -= 1
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if not self._recomputing:
+            with suppress(StopIteration):
+                next(self._open.pop())
+        return output
+
+    def on_error(self, module: nn.Module) -> None:
+        if not self._recomputing and self._open:
+            self._open.pop().close()
+
+
+def _hide_statistics(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Let norms that train count into clones while they run again: each batch counts once.
+
+    What the second run counts cannot be written back: autograd has saved the statistics, and would
+    notice.
+    """
+    hidden = []
+    for norm in module.modules():
+        if (
+            "running_mean" in norm._buffers
+            and norm.training
+            and getattr(norm, "track_running_stats", True)
+        ):
+            for name, buffer in norm._buffers.items():
+                if buffer is not None:
+                    hidden.append((norm, name, buffer))
+                    norm._buffers[name] = buffer.clone()
+    return hidden

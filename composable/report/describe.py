@@ -23,7 +23,7 @@ from composable.contract.contract import registry
 from composable.contract.tree import REPLICATE, SHARD, annotation_of, managed_parameters
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import few, unit_name
-from composable.features.grouping import OffloadedGroup
+from composable.features.groups import OffloadedGroup
 from composable.features.hook_stages import names_of_hooks
 from composable.memory.streams import any_has_streams, has_streams
 from composable.report.parameters import (

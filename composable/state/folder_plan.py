@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm import Comm
 from composable.engine.step.unit import Unit
 from composable.errors import RanksDisagreeError, StateError, few, first_line
-from composable.features.packed import is_packed
+from composable.features.forms import is_packed
 from composable.state.folder import COMPLEX, FLOATS, INTEGERS, Files
 from composable.state.hub_names import Converted, by_transformers, ignored, is_of_transformers
 from composable.state.whole import (

@@ -27,7 +27,7 @@ from composable.engine.edits.written import show_again
 from composable.engine.params.param import mesh_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, RanksDisagreeError
-from composable.features.packed import is_packed
+from composable.features.forms import is_packed
 from composable.memory.digests import digests_as_ints
 from composable.state.whole import (
     all_or_none,

@@ -18,7 +18,7 @@ from composable.contract.values import map_tensors
 from composable.engine.edits.written import written
 from composable.engine.step.unit import EXPLICIT, Unit
 from composable.errors import AnnotationError, PhaseError
-from composable.features.extension import refuse_extended
+from composable.features.groups import refuse_extended
 from composable.memory.offload import HostHome, free_cached_memory, wait_for_traffic
 from composable.memory.streams import has_streams
 from composable.state.whole import require_at_rest

@@ -19,7 +19,7 @@ from composable.engine.edits.written import at_rest
 from composable.engine.params.param import PLAIN, label_of
 from composable.engine.step.unit import unit_of, units_below
 from composable.errors import OptimizerError, few
-from composable.features.dtensor_form import mesh_and_placements
+from composable.features.forms import mesh_and_placements
 from composable.tensors.dtensors import whole_of, wrap
 from composable.torch_private import local_of, step_hooks
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from composable.comm import is_distributed
 from composable.engine.params.param import move_hooks
 from composable.engine.step.unit import unit_of
-from composable.features.packed import is_packed
+from composable.features.forms import is_packed
 from composable.state.folder import Box, Files
 from composable.state.folder_plan import Copied, FolderPlan, Packed, box_of, rows_of
 from composable.state.hub_names import Converted, is_of_transformers, kept_dtypes

@@ -7,29 +7,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.errors import few
 from composable.tensors.protocol import cloned
-from composable.torch_private import dtensor_like, local_of, parameter_around
+from composable.torch_private import dtensor_like, local_of
 from composable.torch_private import wrap as wrap
 
 
-def dtensor_parameter(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    *,
-    requires_grad: bool,
-) -> nn.Parameter:
-    """A parameter around `local`."""
-    made = wrap(local, mesh, placements, shape, stride)
-    return parameter_around(made, requires_grad=requires_grad)
+def wrap_like(local: Tensor, like: DTensor) -> DTensor:
+    """A `DTensor` around `local` that is distributed as `like`."""
+    return wrap(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
@@ -39,9 +30,7 @@ def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
     own = local_of(parameter)
     if local.shape == own.shape and local.stride() == own.stride() and local.dtype == own.dtype:
         return dtensor_like(local, parameter)  # the usual case, 5 us instead of 50
-    return wrap(
-        local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-    )
+    return wrap_like(local, parameter)
 
 
 def gradient_of_shards(local: Tensor, parameter: Tensor, first: int, shard_dim: int) -> Tensor:

@@ -17,7 +17,7 @@ from composable.contract.tree import Place
 from composable.engine.gradients.grad_bucket import GradBucket, SyncMode
 from composable.engine.params.layout import ParamShape
 from composable.engine.params.param import ManagedParam, ParamInfo
-from composable.engine.params.param_group import ReplicatedGroup, ShardedGroup
+from composable.engine.params.param_group import GroupKey, ReplicatedGroup, ShardedGroup
 from composable.engine.params.precision import Precision
 from tests.comm.in_process import seats
 
@@ -106,7 +106,7 @@ class Rank:
 
     def build(self) -> None:
         """Again, too, from what is registered then."""
-        args = self.params, self.precision, CPU, self.info
+        args = self.params, GroupKey(self.precision, CPU, self.info)
         self.group = (
             ShardedGroup(*args)
             if self.shards

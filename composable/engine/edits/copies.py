@@ -33,12 +33,12 @@ from composable.engine.params.param import (
     ManagedParam,
     ParamForm,
     ParamInfo,
-    copy_attributes,
+    replacement_of,
 )
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import GRADIENT_HOOKS
 from composable.errors import AnnotationError, PhaseError
-from composable.tensors.dtensors import dtensor_parameter
+from composable.tensors.dtensors import wrap_like
 from composable.tensors.protocol import cloned
 from composable.torch_private import local_of
 
@@ -214,11 +214,7 @@ def _copy_of(parameter: nn.Parameter, form: ParamForm, memo: dict[Any, Any]) -> 
     if not isinstance(parameter, DTensor):
         return copy.deepcopy(parameter, memo)
     memo[id(parameter.device_mesh)] = parameter.device_mesh  # of optimizer state, too
-    made = dtensor_parameter(
-        cloned(local_of(parameter)), parameter.device_mesh, parameter.placements,
-        parameter.shape, parameter.stride(), requires_grad=parameter.requires_grad,
-    )  # fmt: skip
-    copy_attributes(parameter, made)
+    made = replacement_of(parameter, wrap_like(cloned(local_of(parameter)), parameter))
     vars(made).pop(STEPPED_BY, None)
     form.finish_copy(made, memo)
     return made

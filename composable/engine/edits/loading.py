@@ -34,10 +34,10 @@ from composable.engine.edits.written import written
 from composable.engine.params.param import (
     PLAIN,
     ManagedParam,
-    copy_attributes,
     label_of,
     mesh_of,
     model_group_of,
+    replacement_of,
 )
 from composable.engine.step.observer import called
 from composable.engine.step.prepare import is_called, modules_calling
@@ -45,9 +45,9 @@ from composable.engine.step.unit import EXPLICIT, Unit, unit_of
 from composable.errors import AnnotationError
 from composable.tensors.dtensors import (
     describe_mesh,
-    dtensor_parameter,
     gradient_like,
     is_unreduced,
+    wrap_like,
 )
 from composable.tensors.protocol import as_class_of, cloned
 from composable.torch_private import CONVERT, local_of
@@ -179,11 +179,7 @@ class StateDictHooks:
             # A copy: the full tensor must not live on because of a view of it.
             # Of the class of the shard, as `copy_` would leave it.
             local = as_class_of(local_of(at_rest), cloned(local_of(taken)))
-            parameter = dtensor_parameter(
-                local, taken.device_mesh, taken.placements,
-                taken.shape, taken.stride(), requires_grad=at_rest.requires_grad,
-            )  # fmt: skip
-            copy_attributes(at_rest, parameter)
+            parameter = replacement_of(at_rest, wrap_like(local, taken))
             param.register(parameter)
             self._assigned[param] = key, parameter
             return parameter

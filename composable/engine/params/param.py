@@ -15,7 +15,7 @@ object where nothing is sharded or cast, and gradients are reduced in their own 
 | ... with another reduce dtype   | as above                 | `nn.Parameter` over the same memory |
 
 `ParamForm` says what a parameter is: a plain tensor, or one that its user has distributed over
-ranks (`features/dtensor_form.py`). The annotation picks the form, and nothing else asks for it. A
+ranks (`features/forms.py`). The annotation picks the form, and nothing else asks for it. A
 unit shards, gathers and reduces one *local* tensor of each parameter. For a plain parameter this
 is the whole parameter; for a distributed one it is this rank's part. The form converts between the
 local tensor and what users and modules see. How a parameter is stored at rest is decided by its
@@ -31,9 +31,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import repeat
 from operator import attrgetter
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 from weakref import ref
 
 import torch
@@ -49,11 +49,11 @@ from composable.comm.mesh_info import MeshInfo
 from composable.contract.tree import Place
 from composable.engine.params.layout import Route, Slot
 from composable.tensors.dtensors import (
-    dtensor_parameter,
     gradient_like,
     is_unreduced,
     whole_of,
     wrap,
+    wrap_like,
 )
 from composable.tensors.protocol import cut_along
 from composable.torch_private import (
@@ -64,6 +64,7 @@ from composable.torch_private import (
     hooks_after_accumulation,
     local_of,
     local_tensor,
+    parameter_around,
     set_local,
     storage_key,
 )
@@ -76,6 +77,8 @@ class ParamForm:
 
     # whether the modules of one rank compute with all of it, in a plain tensor
     is_whole: ClassVar[bool] = True
+    # the class of what modules compute with
+    kind: type[nn.Parameter] = nn.Parameter
 
     @property
     def kept(self) -> Sequence[Placement]:
@@ -89,9 +92,9 @@ class ParamForm:
         """The number of the user's dimensions of the mesh that it rests on."""
         return len(self.kept)
 
-    def given(self, registered: Tensor) -> Tensor | None:
-        """The local tensor of a parameter as its user made it; None of one that rests."""
-        return None if isinstance(registered, DTensor) else registered
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is distributed as its user made it, not as it rests where it is cut."""
+        return not isinstance(tensor, DTensor)
 
     def local_like(self, registered: Tensor) -> Tensor:
         """A tensor with the shape and strides of the local one, which is not sharded."""
@@ -117,12 +120,6 @@ class ParamForm:
         """Why the parameter with this name cannot be replaced by `replacement`; empty if it can."""
         return ""
 
-    def uncut(self, parameter: DTensor) -> int:
-        """The first dimensions of a parameter's mesh along which its local tensor is not cut, when
-        it is sharded.
-        """
-        return 0
-
     def shard_like(self, value: Tensor, parameter: DTensor, device: torch.device) -> DTensor:
         """`value` with the placements of `parameter`: of a plain tensor, the local one, this rank's
         shard on `device`.
@@ -136,20 +133,17 @@ class ParamForm:
         mesh, local = parameter.device_mesh, value.detach()
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
+        # the user's dimensions are first, along which `value` is cut already
+        first = mesh.ndim if self.owns(parameter) else self.ndim
         for axis, placement in enumerate(placements):
-            if isinstance(placement, SHARDS) and axis >= self.uncut(parameter):
+            if isinstance(placement, SHARDS) and axis >= first:
                 cut = partial(cut_along, ranks=mesh.size(axis), rank=coordinate[axis])
                 local = cut_by(placement, cut, local)
         if not local.is_meta:
             local = local.to(device)
-        return wrap(local, mesh, placements, parameter.shape, parameter.stride())
+        return wrap_like(local, parameter)
 
     # --- compute ---------------------------------------------------------------------------------
-
-    @property
-    def kind(self) -> type[nn.Parameter]:
-        """The class of what modules compute with."""
-        return nn.Parameter
 
     def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """What modules compute with, around the local tensor, whose memory may come later."""
@@ -419,13 +413,6 @@ class ParamInfo:
     mesh_info: MeshInfo | None = None
 
 
-class Owner(Protocol):
-    """The unit that manages a parameter, as far as this file looks."""
-
-    mesh_info: MeshInfo
-    relations: Any
-
-
 # --- labels: what a parameter is to its unit, for optimizers, clipping, scalers and messages ----
 
 _LABEL: Final = "_composable_label"
@@ -486,7 +473,7 @@ def set_label(
     label.unit, label.fqn, label.form = unit_name, info.fqn, form
     label.mesh_info = info.mesh_info
     label.mesh = info.form.mesh_at_rest(None)
-    label.places = param.places
+    label.places = tuple([(ref(place.module), place.name) for place in info.places])
     if owner is not None:
         label.owner = ref(owner)
 
@@ -508,7 +495,7 @@ def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     )
 
 
-def owner_of(parameter: Tensor) -> Owner | None:
+def owner_of(parameter: Tensor) -> Any:
     """The unit that manages `parameter`; `unit_of` knows it as one."""
     label = label_of(parameter)
     return (
@@ -546,9 +533,10 @@ def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
     if owner is None or label is None:
         return None
     own = label.mesh_info
+    info: MeshInfo = owner.mesh_info
     group: ref[dist.ProcessGroup] | None = owner.relations.model_group
-    if group is None and own is not None and own.all.size < owner.mesh_info.all.size:
-        return owner.mesh_info.all.group
+    if group is None and own is not None and own.all.size < info.all.size:
+        return info.all.group
     return None if group is None else group()
 
 
@@ -579,7 +567,6 @@ class ManagedParam:
     Attributes:
         info: what the annotation asked for; `places` may grow by tied places of other units.
         tables: where it is looked up and registered, at each place.
-        places: modules, weakly, and names, for labels.
         own: the user's parameter, for units that leave its memory where it is; None where the unit
             has shards.
         original: weakly, the parameter that was registered before the annotation, or that the user
@@ -587,7 +574,7 @@ class ManagedParam:
         at_rest, compute: see the table at the top of this file.
         grad_dtype: what the user has set `grad_dtype` of the parameter to; None if it is its dtype.
         sends: of a parameter that is gathered in a form of its own, what the largest rank sends,
-            as all ranks have exchanged (`features/extension.py`).
+            as all ranks have exchanged (`features/groups.py`).
     """
 
     def __init__(self, info: ParamInfo) -> None:
@@ -614,7 +601,6 @@ class ManagedParam:
     def set_info(self, info: ParamInfo) -> None:
         self.info = info
         self.tables = tuple([(_table_of(place.module), place.name) for place in info.places])
-        self.places = tuple([(ref(place.module), place.name) for place in info.places])
 
     def agree(self, sends: Sends | None) -> None:
         """See `sends`; None: ranks are to tell each other again."""
@@ -684,7 +670,7 @@ class ManagedParam:
         label = label_of(registered)
         if isinstance(registered, DTensor) and label is not None and label.form == "at_rest":
             return None  # where nothing cuts it, it has the placements that it was given with
-        return self.info.form.given(registered)
+        return local_tensor(registered) if self.info.form.owns(registered) else None
 
     def move(self, move: Callable[[Tensor], Tensor], shard: Tensor | None = None) -> None:
         """Let the at-rest parameter and its gradient be on another device, and modules compute with
@@ -841,13 +827,8 @@ def as_parameter(tensor: Tensor, slot: Slot) -> Tensor:
 
 def shape_and_strides(slot: Slot) -> tuple[torch.Size, tuple[int, ...]]:
     """Those of the whole parameter."""
-    # from the innermost dimension outwards
-    steps = accumulate(slot.shape[:0:-1], lambda step, size: step * max(size, 1), initial=1)
-    strides = tuple(steps)[::-1] if slot.shape else ()
-    if not slot.order:
-        return torch.Size(slot.shape), strides
-    dims = sorted(range(len(slot.order)), key=slot.order.__getitem__)
-    return torch.Size([slot.shape[dim] for dim in dims]), tuple([strides[dim] for dim in dims])
+    whole = as_parameter(torch.empty(slot.shape, device="meta"), slot)
+    return whole.shape, whole.stride()
 
 
 def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
@@ -855,6 +836,15 @@ def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
     if slot.route is Route.WHOLE:
         return whole
     return whole.narrow(slot.cut_dim, *slot.extent(rank))
+
+
+def replacement_of(source: nn.Parameter, made: DTensor) -> nn.Parameter:
+    """Make `made` a parameter in place of `source`: it trains if that does, and has the attributes
+    that users have set there.
+    """
+    parameter = parameter_around(made, requires_grad=source.requires_grad)
+    copy_attributes(source, parameter)
+    return parameter
 
 
 def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
@@ -868,11 +858,7 @@ def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
     # before anything changes, since a copy may raise for want of memory
     moved = local_of(gradient).to(local.device) if isinstance(gradient, DTensor) else None
     registered.grad = None
-    made = dtensor_parameter(
-        local, registered.device_mesh, registered.placements,
-        registered.shape, registered.stride(), requires_grad=registered.requires_grad,
-    )  # fmt: skip
-    copy_attributes(registered, made)
+    made = replacement_of(registered, wrap_like(local, registered))
     made.grad_dtype = registered.grad_dtype
     torch.utils.swap_tensors(registered, made)
     if moved is not None:

@@ -40,7 +40,7 @@ the copies of packed parameters to their places. A launch allocates memory, cast
 copies received parameters to where modules compute with them.
 
 `Neighbours` gathers for backward from the few ranks that keep the parameters that forward has
-gathered. `ExtendedGather` (`features/extension.py`) sends a message in another form, for example
+gathered. `ExtendedGather` (`features/groups.py`) sends a message in another form, for example
 with fewer bits and scales. A comm may use supplied memory for its messages (`comm/supplied.py`).
 """
 
@@ -53,7 +53,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 from operator import add, call, is_not, itemgetter, ne, or_
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import torch
@@ -78,13 +78,14 @@ from composable.engine.params.param import (
     label_of,
     memory_order,
     move_hooks,
+    replacement_of,
     set_label,
     shape_and_strides,
 )
 from composable.engine.params.precision import Precision
 from composable.errors import ForeignParameterError, few
 from composable.memory.elastic import ElasticBuffer, with_own_storage
-from composable.tensors.dtensors import dtensor_parameter, gradient_like
+from composable.tensors.dtensors import gradient_like, wrap
 from composable.tensors.protocol import has_protocol
 from composable.torch_private import (
     as_tensors,
@@ -94,18 +95,12 @@ from composable.torch_private import (
     outside_transforms,
     set_versions,
     storage_key,
-    take_hooks,
     version_of,
 )
 
 
 class Gather:
     """See the top of this file.
-
-    Args:
-        copied: parameters that are whole already and are computed with in other memory, with their
-            slots.
-        shard: the shard buffer; None where parameters are whole already and are cast only.
 
     Attributes:
         full: memory of compute parameters.
@@ -115,18 +110,10 @@ class Gather:
         pairs: what a launch sends, and where that arrives.
     """
 
-    def __init__(
-        self,
-        copied: Sequence[tuple[ManagedParam, Slot]],
-        layout: GatherLayout,
-        precision: Precision,
-        device: torch.device,
-        comm: Comm,
-        shard: Tensor | None,
-    ) -> None:
-        self._comm = comm
-        self._shard = shard
-        dtype = precision.compute
+    def __init__(self, group: ParamGroup) -> None:
+        self._comm = group.comm
+        self._shard = group.shard
+        layout, dtype, device = group.layout, group.precision.compute, group.device
         # A buffer of 0 bytes takes no memory, and is in no list that a step goes through.
         self.full = ElasticBuffer(layout.full_numel, dtype, device)
         self.late = ElasticBuffer(layout.late_numel, dtype, device)
@@ -134,7 +121,8 @@ class Gather:
         self.buffers = sized or (self.full,)  # all of its parameters may be empty
         # where packed shards arrive; cast shards that are sent: while a gather is in flight
         self._stagings: list[ElasticBuffer] = []
-        self._sent = ElasticBuffer(layout.cut_numel if precision.casts else 0, dtype, device)
+        cast = layout.cut_numel if group.precision.casts else 0
+        self._sent = ElasticBuffer(cast, dtype, device)
         self._holds_input = self._sent.nbytes > 0  # what is sent has memory of its own
         self.pairs: list[tuple[Tensor, Tensor]] = []  # the whole, and this rank's part of it
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -142,7 +130,7 @@ class Gather:
         self._columns: list[tuple[Tensor, list[int], list[Tensor]]] = []
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._plan_packed(layout, dtype, device)
-        self._plan_sending(copied, layout)
+        self._plan_sending(group.copied(), layout)
         found = (*self._stagings, self._sent, self.full)
         self._in_flight = [buffer for buffer in found if buffer.nbytes]
         self.pairs = Again(self.pairs)  # the same in every step: the comm keeps its plan
@@ -293,11 +281,6 @@ class Gather:
             if buffer.held:
                 buffer.free()
 
-    def aliases(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is, or views, memory of compute parameters."""
-        key = storage_key(innermost(tensor))
-        return any(buffer.held and storage_key(buffer.tensor) == key for buffer in self.buffers)
-
 
 class Neighbours:
     """The gather for backward from a few ranks, which together keep what forward has gathered.
@@ -371,6 +354,14 @@ class ShardedState(enum.Enum):
     SHARDED_POST_FORWARD = "a few neighbouring ranks have all of them together"
 
 
+class GroupKey(NamedTuple):
+    """What the parameters of one group have in common."""
+
+    precision: Precision
+    device: torch.device  # of what modules compute with
+    mesh_info: MeshInfo
+
+
 class ParamGroup(ABC):
     """See the top of this file. How its parameters rest is the matter of `ShardedGroup` and
     `ReplicatedGroup`.
@@ -382,7 +373,7 @@ class ParamGroup(ABC):
     Attributes:
         unit: its name, for messages.
         to_rest: brings what rests beside them, as gradients do, from the device to where they rest.
-        extended: its parameters are gathered in a form of their own, see `features/extension.py`.
+        extended: its parameters are gathered in a form of their own, see `features/groups.py`.
         shard: the memory of shards; None if there is no one buffer of them.
         gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
             message, a cast, or a copy from the host. Otherwise they are the users' memory.
@@ -394,18 +385,10 @@ class ParamGroup(ABC):
     to_rest: Callable[[list[Tensor]], list[Tensor]] = list
     shard: Tensor | None = None
 
-    def __init__(
-        self,
-        params: Sequence[ManagedParam],
-        precision: Precision,
-        device: torch.device,
-        mesh_info: MeshInfo,
-    ) -> None:
+    def __init__(self, params: Sequence[ManagedParam], key: GroupKey) -> None:
         self.params = tuple(params)
-        self.precision = precision
-        self.device = device
-        self.mesh_info = mesh_info
-        self.comm: Comm = mesh_info.shard
+        self.precision, self.device, self.mesh_info = key
+        self.comm: Comm = self.mesh_info.shard
         self.unit = ""
         self._launch = Launch("", LaunchKind.GATHER, self)
         self._work: Work = DONE  # the all-gather in flight
@@ -422,7 +405,7 @@ class ParamGroup(ABC):
             self._memory = self._make_memory()
             self.gather = self._make_gather() if self.gathers else None
             self._source: Gather | Neighbours | None = self.gather  # what `unshard` launches
-            near = mesh_info.post_forward
+            near = self.mesh_info.post_forward
             if near and self.gather and self.layout.gathered and not self.extended:
                 self._near = Neighbours(self.gather.full, near)
             for param, slot in self.members:
@@ -475,11 +458,9 @@ class ParamGroup(ABC):
         """
 
     def _make_gather(self) -> Gather:
-        return Gather(
-            self._copied(), self.layout, self.precision, self.device, self.comm, self.shard
-        )
+        return Gather(self)
 
-    def _copied(self) -> list[tuple[ManagedParam, Slot]]:
+    def copied(self) -> list[tuple[ManagedParam, Slot]]:
         """Parameters that are whole already, and are computed with in other memory."""
         return [
             (param, slot)
@@ -769,7 +750,8 @@ class ParamGroup(ABC):
 
     def aliases(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, a compute parameter whose memory comes and goes."""
-        return self.gather is not None and self.gather.aliases(tensor)
+        key, buffers = storage_key(innermost(tensor)), self.gather.buffers if self.gather else ()
+        return any(buffer.held and storage_key(buffer.tensor) == key for buffer in buffers)
 
 
 class ShardedGroup(ParamGroup):
@@ -820,13 +802,10 @@ class ShardedGroup(ParamGroup):
         assert info.mesh is not None
         if param.users_local is None:
             return at_home(registered, self._local(slot))
-        at_rest = dtensor_parameter(
-            self._local(slot), mesh,
-            [*form.kept, *_shard_placements(slot, info.mesh, info.shard_dim)],
-            *form.size_of(*shape_and_strides(slot)), requires_grad=registered.requires_grad,
-        )  # fmt: skip
-        take_hooks(registered, at_rest)
-        copy_attributes(registered, at_rest)
+        placements = [*form.kept, *_shard_placements(slot, info.mesh, info.shard_dim)]
+        size = form.size_of(*shape_and_strides(slot))
+        at_rest = replacement_of(registered, wrap(self._local(slot), mesh, placements, *size))
+        move_hooks(registered, at_rest)
         return at_rest
 
     @override
@@ -910,11 +889,8 @@ class ReplicatedGroup(ParamGroup):
             return own
         if isinstance(registered, DTensor) and registered.device_mesh == mesh:
             return at_home(registered, own.detach())
-        at_rest = dtensor_parameter(
-            own.detach(), mesh, [Replicate()] * mesh.ndim,
-            own.shape, own.stride(), requires_grad=own.requires_grad,
-        )  # fmt: skip
-        copy_attributes(own, at_rest)
+        replicated = [Replicate()] * mesh.ndim
+        at_rest = replacement_of(own, wrap(own.detach(), mesh, replicated, own.shape, own.stride()))
         # autograd accumulates on `own`, and users mean the reduced gradient
         move_hooks(own, at_rest)
         if own.grad is not None:
@@ -967,8 +943,8 @@ def _adopt(param: ManagedParam) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Which groups the sharded parameters of a unit with one precision, device and mesh are in:
-    here, one. `features/grouping.py` has others. Equal ones give the same kinds of groups.
+    """Which groups the sharded parameters of a unit that have one key are in: here, one.
+    `features/groups.py` has others. Equal ones give the same kinds of groups.
     """
 
     @property
@@ -976,11 +952,5 @@ class Grouping:
         """Whether shards rest in host memory, wherever they are gathered."""
         return False
 
-    def groups(
-        self,
-        params: Sequence[ManagedParam],
-        precision: Precision,
-        device: torch.device,
-        mesh_info: MeshInfo,
-    ) -> list[ParamGroup]:
-        return [ShardedGroup(params, precision, device, mesh_info)]
+    def groups(self, params: Sequence[ManagedParam], key: GroupKey) -> list[ParamGroup]:
+        return [ShardedGroup(params, key)]

@@ -55,8 +55,14 @@ from composable.engine.params.param import (
     owner_of,
     set_label,
 )
-from composable.engine.params.param_group import Grouping, ParamGroup, ReplicatedGroup, ShardedState
-from composable.engine.params.precision import BufferCasts, BufferHolder, Precision, resolve
+from composable.engine.params.param_group import (
+    Grouping,
+    GroupKey,
+    ParamGroup,
+    ReplicatedGroup,
+    ShardedState,
+)
+from composable.engine.params.precision import BufferCasts, BufferHolder, resolve
 from composable.errors import PhaseError, unit_name
 from composable.torch_private import in_backward, locals_of
 
@@ -361,7 +367,7 @@ class Unit:
         """(Re)build groups and buckets around the parameters that are registered now."""
         spec = self.spec
         self.gradients.unhook()  # its hooks are on tensors that are about to be replaced
-        alike: dict[tuple[Precision, torch.device, MeshInfo, bool, bool], list[ManagedParam]] = {}
+        alike: dict[tuple[GroupKey, bool, bool], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
             if tensor is None:
@@ -378,17 +384,16 @@ class Unit:
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
             in_parts = not self.is_sharded and not param.info.form.is_whole
-            mesh_info = param.info.mesh_info or self.mesh_info
-            key = (precision, device, mesh_info, sparse, in_parts)
-            alike.setdefault(key, []).append(param)
+            key = GroupKey(precision, device, param.info.mesh_info or self.mesh_info)
+            alike.setdefault((key, sparse, in_parts), []).append(param)
         self.groups = []
-        for (precision, device, mesh_info, sparse, in_parts), members in alike.items():
+        for (key, sparse, in_parts), members in alike.items():
             if self.is_sharded:
-                self.groups += spec.grouping.groups(members, precision, device, mesh_info)
+                self.groups += spec.grouping.groups(members, key)
                 continue
             self.groups.append(  # users' own memory; nothing is gathered, but casts are made
                 ReplicatedGroup(
-                    members, precision, device, mesh_info,
+                    members, key,
                     rest_mesh=None if sparse or in_parts else self.rest_mesh,
                     # the root shows those next to shards as long as it computes
                     read_apart=bool(self.relations.readers) and self.kind is not UnitKind.BESIDE,

@@ -1,4 +1,6 @@
-"""Tensor-parallel parameters: the user's `DTensor`s over other dimensions of the mesh, or plain
+"""Forms of parameters that are not plain tensors: `DTensorForm`, `PartForm` and `PackedForm`.
+
+Tensor-parallel parameters are the user's `DTensor`s over other dimensions of the mesh, or plain
 tensors that `declare_part` has declared as one rank's part of a whole.
 
 The local tensor of such a parameter has the same shape on all data-parallel ranks, so a unit
@@ -20,12 +22,28 @@ A DTensor applies its placements from left to right. With tp first, shards of lo
 therefore plain `Shard`s, even if both meshes cut the same dimension. Declared parts and their
 gradients are plain tensors while modules compute. In all other respects they are handled like
 `DTensor`s.
+
+Packed parameters are bytes whose meaning is in Python attributes: 4-bit weights of bitsandbytes.
+Such a parameter, a `Params4bit`, is a tensor of packed bytes of shape `[number, 1]`. Its attribute
+`quant_state` has the scales, the code, and the shape of what the bytes stand for. It is frozen.
+
+| | |
+|---|---|
+| at rest | a `DTensor(Shard(0))` of the bytes, with the attributes |
+| gathered | as parameters of integers are: in their own dtype, whatever the precision policy says |
+| compute | a parameter of the user's class around the gathered bytes, with the same attributes |
+
+The scales are small, and whole on every rank. One `quant_state` is shared by the module and both
+forms of the parameter. A class is known by its attributes, so that the package is not imported.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from functools import partial
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +53,9 @@ from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
 from composable.comm import Comm, comm_of
-from composable.engine.params.param import ParamForm
+from composable.engine.params.param import PLAIN, ParamForm
 from composable.tensors.dtensors import whole_of, wrap
+from composable.tensors.protocol import is_packed as is_packed
 from composable.torch_private import (
     local_of,
     local_tensor,
@@ -45,6 +64,8 @@ from composable.torch_private import (
     set_local,
     waited_for,
 )
+
+# --- tensor-parallel parameters ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,8 +92,9 @@ class DTensorForm(ParamForm):
     def placements(self) -> tuple[Placement, ...]:
         return tuple(self.like.placements)
 
+    @override
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is distributed as by the user. It may be at rest, too, if not cut."""
+        # It may be at rest, too, if not cut.
         return isinstance(tensor, DTensor) and (
             (tensor.device_mesh, tuple(tensor.placements)) == (self.mesh, self.placements)
         )
@@ -81,10 +103,6 @@ class DTensorForm(ParamForm):
     @override
     def kept(self) -> tuple[Placement, ...]:
         return tuple(self.placements[dim] for dim in self.dims)
-
-    @override
-    def given(self, registered: Tensor) -> Tensor | None:
-        return local_tensor(registered) if self.owns(registered) else None
 
     @override
     def local_like(self, registered: Tensor) -> Tensor:
@@ -115,11 +133,6 @@ class DTensorForm(ParamForm):
         )
 
     @override
-    def uncut(self, parameter: DTensor) -> int:
-        # replicated parameters rest as the user distributed them
-        return parameter.device_mesh.ndim if self.owns(parameter) else self.ndim
-
-    @override
     def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         # A DTensor takes over the storage offset of what it is made around. torch.compile expects
         # that of the local tensor; at-rest parameters have none, so that they can be copied.
@@ -140,10 +153,8 @@ class DTensorForm(ParamForm):
     @override
     @torch.no_grad()
     def unsharded(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return whole_of(tensor)
-        if self.owns(tensor):  # replicated parameters rest so
-            return local_of(tensor).clone()
+        if self.owns(tensor) or not isinstance(tensor, DTensor):  # replicated parameters rest so
+            return local_tensor(tensor).clone()
         # as if it were the same on all tensor-parallel ranks: along them nothing is sent
         like, placements = local_of(self.like), [*tensor.placements]
         placements[: self.ndim] = [Replicate()] * self.ndim
@@ -209,13 +220,10 @@ class PartForm(DTensorForm):
 
     __slots__ = ()
 
+    owns = ParamForm.owns
     compute_parameter = ParamForm.compute_parameter
     shown = ParamForm.shown
     refusal = ParamForm.refusal
-
-    @override
-    def owns(self, tensor: Tensor) -> bool:
-        return not isinstance(tensor, DTensor)
 
 
 PART: Final = "_composable_part"  # the attribute that `declare_part` sets
@@ -239,3 +247,120 @@ def meta_like(parameter: Tensor, shape: torch.Size) -> DTensor:
     if not isinstance(parameter, DTensor):
         stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+# --- packed parameters ---------------------------------------------------------------------------
+
+# Whether a linear of bitsandbytes packs its weight anew for evaluation on a CPU with AVX512-BF16.
+_REPACKS: Final = "support_avx512bf16_for_cpu"
+
+# The attribute of an 8-bit weight of bitsandbytes, which is replicated.
+_OF_8_BITS: Final = "SCB"
+
+
+def refusal_of(name: str, parameter: Any) -> str:
+    """Why a packed parameter cannot be cut, and what to do; empty if it can."""
+    kind = type(parameter).__name__
+    if parameter.quant_state is None:
+        return (
+            f"parameter '{name}' of class {kind} is not quantised yet. Move the model to its device"
+            " first, which quantises it, or leave it out with ignored_params"
+        )
+    if getattr(parameter.quant_state, "packing_format_for_cpu", False):
+        return (
+            f"parameter '{name}' of class {kind} is packed for evaluation on this CPU. Call"
+            " state_dict() of its module, which packs it as before, or leave it out with"
+            " ignored_params"
+        )
+    return ""
+
+
+class PackedForm(ParamForm):
+    """See the top of this file; `kind` is the user's class."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type[nn.Parameter]) -> None:
+        self.kind = kind
+
+    @override
+    def finish_copy(self, made: Any, memo: dict[Any, Any]) -> None:
+        """Let a copy have scales of its own, which its module's copy shares."""
+        made.quant_state = copy.deepcopy(made.quant_state, memo)
+
+
+def form_of(parameter: nn.Parameter) -> ParamForm:
+    """The form of a parameter that is not distributed over ranks."""
+    own = is_packed(parameter) and not isinstance(parameter, DTensor)
+    return PackedForm(type(parameter)) if own else PLAIN
+
+
+def prepare_packed(module: nn.Module, device: torch.device) -> list[Callable[[], object]]:
+    """Let a module compute on `device` with packed parameters that come and go, and a bias that
+    does, and load what its state dict has of their scales; returns what undoes it.
+    """
+    packed: list[Any] = [each for each in module.parameters(recurse=False) if is_packed(each)]
+    undo: list[Callable[[], object]] = []
+    for parameter in packed:
+        if (state := parameter.quant_state) is not None:
+            state.to(device)
+            # torch.distributed.checkpoint.state_dict looks keys of a state dict up by `getattr`
+            for key, value in state.as_dict(packed=True).items():
+                vars(parameter).setdefault(key.partition(".")[0], value)
+    if packed:
+        undo.append(module.register_load_state_dict_pre_hook(_load_scales).remove)
+    if module._parameters.get("bias") is not None and (
+        packed or any(hasattr(each, _OF_8_BITS) for each in module.parameters(recurse=False))
+    ):
+        cast = _CastBias()
+        undo.append(module.register_forward_pre_hook(cast.before).remove)
+        # before units exchange their parameters
+        after = module.register_forward_hook(cast.after, prepend=True, always_call=True)
+        undo.append(after.remove)
+    if packed and getattr(module, _REPACKS, False):
+        # It would exchange the memory of what is gathered, and change the shared `quant_state`.
+        _set_repacks(module, repacks=False)
+        undo.append(partial(_set_repacks, module, repacks=True))
+    return undo
+
+
+class _CastBias:
+    """A linear of bitsandbytes casts its bias to the dtype that it computes in, in place
+    (`bias.data = ...`): what is gathered would not reach it any more. So in a call it has a cast
+    one, which it leaves alone.
+    """
+
+    def __init__(self) -> None:
+        self._bias: Tensor | None = None  # in a call, the one that the module has outside
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        bias = module._parameters["bias"]
+        dtype = getattr(module, "compute_dtype", None) or (args[0].dtype if args else None)
+        if bias is not None and dtype is not None and bias.dtype != dtype:
+            self._bias = bias
+            module._parameters["bias"] = bias.to(dtype)  # type: ignore[assignment]
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._bias is not None:
+            module._parameters["bias"], self._bias = self._bias, None  # type: ignore[assignment]
+
+
+def _set_repacks(module: nn.Module, *, repacks: bool) -> None:
+    setattr(module, _REPACKS, repacks)
+
+
+def _load_scales(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Take the entries of packed parameters' `quant_state`, which the module writes and does not
+    read.
+    """
+    for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False):
+        keys = [key for key in state_dict if key.startswith(f"{name}.")]
+        if keys and is_packed(parameter):
+            state: Any = parameter.quant_state  # type: ignore[attr-defined]
+            entries = {key.removeprefix(f"{name}."): state_dict.pop(key) for key in keys}
+            vars(state).update(vars(type(state).from_dict(entries, state.absmax.device)))
+            # what `prepare_packed` has put there is of before
+            there = {
+                key.partition(".")[0]: each for key, each in state.as_dict(packed=True).items()
+            }
+            vars(parameter).update({**there, "quant_state": state})

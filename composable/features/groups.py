@@ -1,6 +1,11 @@
-"""Parameters that are gathered in a form of their own: FSDP2's extension protocol.
+"""Groups of sharded parameters that are gathered, or rest, in another way, and `GroupingByForm`,
+which picks one for each parameter.
 
-A tensor class with two methods chooses what is sent of a shard, and builds the whole parameter from
+`OffloadedGroup`: shards rest on the host, and come to the device before they are gathered
+(`memory/offload.py`).
+
+`ExtendedGroup`: parameters are gathered in a form of their own, FSDP2's extension protocol. A
+tensor class with two methods chooses what is sent of a shard, and builds the whole parameter from
 what arrives. It may send fewer bytes than the parameter has (fp8 of torchao, 4-bit `NF4Tensor`), or
 another form:
 
@@ -30,6 +35,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -38,16 +44,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from composable.comm.base import Again, Comm, Work
+from composable.comm.base import DONE, Again, Comm, Work
 from composable.comm.launch import Launch
 from composable.comm.mesh_info import MeshInfo
-from composable.config import MixedPrecisionPolicy
+from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.engine.params.layout import Slot
-from composable.engine.params.param import ManagedParam, Sends
-from composable.engine.params.param_group import Gather, ShardedGroup
+from composable.engine.params.param import ManagedParam, Sends, memory_order
+from composable.engine.params.param_group import (
+    Gather,
+    Grouping,
+    GroupKey,
+    ParamGroup,
+    ShardedGroup,
+)
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer, note_resized
+from composable.memory.offload import ComingShards, HostHome
+from composable.memory.streams import has_streams
 from composable.tensors.protocol import (
     POST,
     PRE,
@@ -57,9 +71,12 @@ from composable.tensors.protocol import (
     has_protocol,
     plain_parts,
 )
-from composable.torch_private import local_of, storage_key, up_to_collectives
+from composable.torch_private import local_of, local_tensor, storage_key, up_to_collectives
 
 _ALIGN: Final = 16  # bytes; kernels that copy read as many at once
+
+
+# --- parameters in a form of their own -----------------------------------------------------------
 
 
 class _Plain:
@@ -398,3 +415,102 @@ def refuse_extended(what: str, unit: Unit) -> None:
                 f" (fsdp_pre_all_gather), '{group.params[0].fqn}' among them; {what} takes"
                 " plain parameters only. Leave it out for this model"
             )
+
+
+# --- CPU offload ---------------------------------------------------------------------------------
+
+
+class OffloadedGather(Gather):
+    """Sends a copy of the shards that exists as long as the gather needs it."""
+
+    def __init__(self, group: OffloadedGroup) -> None:
+        self._coming = ComingShards(group.shard, group.home)
+        super().__init__(group)
+        self._holds_input = True
+
+    @override
+    def _read(self, start: int, numel: int) -> Tensor:
+        return self._coming.buffer.stretch(start, numel).data
+
+    @override
+    def launch(self, launch: Launch) -> Work:
+        for buffer in self._in_flight:
+            buffer.allocate()
+        self._coming.bring(*self._casts)
+        if not self.pairs:
+            return DONE
+        with self._coming.here():
+            return self._comm.all_gather(self.pairs, launch)
+
+    @override
+    def end_sending(self) -> None:
+        self._coming.end()
+        super().end_sending()
+
+
+class OffloadedGroup(ShardedGroup):
+    """Parameters whose shards rest on the host, as their gradients do."""
+
+    def __init__(self, home: HostHome, params: Sequence[ManagedParam], key: GroupKey) -> None:
+        self.home, self.to_rest = home, home.take
+        super().__init__(params, key)
+
+    @override
+    def _make_shard(self) -> Tensor:
+        return self.home.zeros(self.layout.shard_numel, self.precision.original)
+
+    @override
+    def _make_gather(self) -> Gather:
+        return OffloadedGather(self)
+
+    @override
+    def _aliased(self, slot: Slot) -> bool:
+        return False
+
+
+# --- which group a parameter is in ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupingByForm(Grouping):
+    """One group, which may rest on the host, or two where some parameters have FSDP2's extension
+    protocol: these, with plain ones that can share their message, and the rest.
+
+    Attributes:
+        policy: that the protocol's methods are given.
+    """
+
+    policy: MixedPrecisionPolicy = field(compare=False)
+    offload: CPUOffloadPolicy | None = None
+
+    @property
+    @override
+    def on_host(self) -> bool:
+        return self.offload is not None
+
+    @override
+    def groups(self, params: Sequence[ManagedParam], key: GroupKey) -> list[ParamGroup]:
+        extended = [param for param in params if _is_extended(param)]
+        together = [p for p in params if p in extended or (extended and _may_join(p))]
+        rest = [param for param in params if param not in together]
+        made = list[ParamGroup]()
+        if together:
+            made.append(ExtendedGroup(self.policy, together, key))
+        if rest and self.offload and has_streams(key.device):
+            home = HostHome(key.device, pin_memory=self.offload.pin_memory)
+            made.append(OffloadedGroup(home, rest, key))
+        elif rest:
+            made += super().groups(rest, key)
+        return made
+
+
+def _is_extended(param: ManagedParam) -> bool:
+    """A plain parameter's attributes are not its shards', so that it has no protocol."""
+    is_plain = type(param.current) is nn.Parameter
+    return not is_plain and param.is_whole and has_protocol(local_tensor(param.current))
+
+
+def _may_join(param: ManagedParam) -> bool:
+    """Whether its shards are rows in memory order."""
+    rows = param.info.form.is_whole and param.info.shard_dim == 0
+    return rows and not memory_order(param.current)
