@@ -1,35 +1,40 @@
 """`materialize` and `load` give a model memory and values; `refresh` adopts changes by users.
 
 The model was built and annotated on the meta device. Each rank reads its own part of a folder of
-safetensors, and initialisers fill only what the folder does not have. First the folder is read
-(`folder.py`), and a plan assigns its tensors to the model (`folder_plan.py`). Then the model is
-written to (`writing.py`, `initialise.py`). The ranks compare only their arguments and random
+safetensors, and initialisers fill only what the folder does not have. First a plan assigns the
+tensors of the folder to the model (`folder.py`), then initialisers run (`initialise.py`), and the
+plan writes what the folder has. The ranks compare only their arguments and random
 states, and whether all of them can read what they need, before anything is written.
 """
 
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable.api.scopes import units_in
 from composable.checked import RealDtype, checked
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.written import written
+from composable.engine.params.param import move_hooks
 from composable.engine.step.plan import planned_roots
+from composable.engine.step.unit import unit_of
 from composable.errors import UnknownArgumentError
-from composable.state.folder_plan import Loaded, Rename, plan_folder
+from composable.features.packed import is_packed
+from composable.state.folder import Loaded, Rename, plan_folder
+from composable.state.hub_names import is_of_transformers, kept_dtypes
 from composable.state.initialise import Init, Initialisation
 from composable.state.whole import (
     all_or_none,
     checked_on_all_ranks,
     comms_of_model,
     require_at_rest,
+    tensors_at_rest,
+    whole_parameter,
 )
-from composable.state.writing import cast, give_memory, write
+from composable.torch_private import apply_to_tensors
 
 
 @checked_on_all_ranks
@@ -202,19 +207,60 @@ def _fill(
     require_at_rest(verb, units)
     plan = None
     if folder is not None:
-        plan = plan_folder(verb, model, units, folder, rename, strict=strict)
+        plan = plan_folder(model, units, folder, rename, strict=strict)
     initialisation = Initialisation(verb, model, init, plan)
     initialisation.compare_random_states(units)
     # All ranks have agreed: from here on the model is written to.
     if dtype is not None:
-        cast(model, dtype)
+        _cast(model, dtype)
     initialisation.begin()
     give_memory(model, units[0].mesh_info.device)
     if plan is None or initialisation.fresh or dtype is not None:
         refresh(model)
     initialisation.run(units)
     if plan is not None:
-        all_or_none(verb, comms_of_model(units), partial(write, model, plan))
+        all_or_none(verb, comms_of_model(units), plan.write)
     initialisation.end()
     written(units)
     return Loaded([], []) if plan is None else plan.left_out
+
+
+@torch.no_grad()
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """As `Module.to_empty`, but tied tensors stay tied, and what has memory keeps it."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    unit = unit_of(parameter)
+                    offloaded = unit is not None and unit.is_sharded and unit.spec.grouping.on_host
+                    empty = torch.empty_like(parameter, device="cpu" if offloaded else device)
+                    made[id(parameter)] = new = whole_parameter(empty, parameter)
+                    move_hooks(parameter, new)
+                setattr(module, name, made[id(parameter)])
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.empty_like(buffer, device=device)
+                module._buffers[name] = made[id(buffer)]
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a folder has, as `from_pretrained(dtype=)` does.
+
+    These are parameters and buffers of floating-point numbers. Buffers that are in no state dict,
+    as rotary frequencies are, keep their dtype, and so does what a model of transformers declares
+    to be computed in float32.
+    """
+    state = tensors_at_rest(model)
+    kept = kept_dtypes(model, state, dtype) if is_of_transformers(model) else {}
+    wanted: dict[int, tuple[Tensor, torch.dtype]] = {}
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not is_packed(tensor):
+            for each in (tensor, tensor.grad):
+                if each is not None:
+                    wanted[id(each)] = each, kept.get(name, dtype)
+    apply_to_tensors(
+        model, lambda tensor: tensor.to(wanted[id(tensor)][1]) if id(tensor) in wanted else tensor
+    )
