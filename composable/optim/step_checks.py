@@ -40,8 +40,8 @@ from composable.engine.step.unit import Unit, unit_of
 from composable.errors import OptimizerError
 from composable.features.split_backwards import refuse_split
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
+from composable.optim.refusals import is_trained, refuse_unreduced
 from composable.optim.shard_steps import StandIn, Stepping, step_on_shards_unasked
-from composable.optim.shared import is_trained, refuse_unreduced
 from composable.torch_private import as_tensors
 
 _OTHER: Final = (
