@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from composable.extras.uneven.together import together
     from composable.extras.watch.watch import Watch, watch
     from composable.report.describe import describe
-    from composable.state.host import HostOffload, offload_to_host
     from composable.state.materialize import load, materialize, refresh
-    from composable.state.optimizers import rebind_optimizer
+    from composable.state.offload_to_host import HostOffload, offload_to_host
+    from composable.state.rebind_optimizer import rebind_optimizer
     from composable.state.summon_full_params import summon_full_params
 
 try:

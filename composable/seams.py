@@ -88,12 +88,12 @@ from composable.optim.in_backward import is_part_of_backward as is_part_of_backw
 from composable.optim.in_backward import stepped_in_backward as stepped_in_backward
 from composable.optim.scaler import unscale_gradients as unscale_gradients
 from composable.optim.shard_steps import LocalStep as LocalStep
-from composable.optim.stand_in import StandIn as StandIn
-from composable.optim.stand_in import Stepping as Stepping
+from composable.optim.shard_steps import StandIn as StandIn
+from composable.optim.shard_steps import Stepping as Stepping
 from composable.state import whole
+from composable.state.materialize import give_memory as give_memory
 from composable.state.whole import checked_on_all_ranks as checked_on_all_ranks
 from composable.state.whole import write_whole as write_whole
-from composable.state.writing import give_memory as give_memory
 
 if TYPE_CHECKING:
     from composable.engine.gradients import reduction

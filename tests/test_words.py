@@ -19,7 +19,7 @@ SKIPPED: Final = {
     "tests/test_words.py": "has samples",
 }
 LEGAL: Final = {
-    ("composable/state/host.py", "wake"): "what other libraries call it",
+    ("composable/state/offload_to_host.py", "wake"): "what other libraries call it",
     ("docs/guides/moving.md", "wake"): "an old name beside the new one",
     ("tests/helpers/world.py", "wake"): "threads of gloo do",
 }

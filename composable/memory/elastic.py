@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, Final
 from weakref import ref
 
@@ -75,14 +74,9 @@ def keeps_idle_memory() -> bool:
     return bool(_USERS)
 
 
-def idle_blocks() -> Iterator[torch.UntypedStorage]:
-    """Host memory that no buffer uses."""
-    return chain.from_iterable(_IDLE.values())
-
-
 def idle_bytes() -> int:
     """Bytes of host memory that no buffer uses."""
-    return sum(block.nbytes() for block in idle_blocks())
+    return sum(block.nbytes() for blocks in _IDLE.values() for block in blocks)
 
 
 @contextmanager

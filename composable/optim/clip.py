@@ -28,9 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from composable.checked import checked
-from composable.comm import is_distributed
+from composable.comm import backend_of, is_distributed, reduce_numbers
 from composable.compilation import untraced
 from composable.engine.params.param import (
     holds_unreduced,
@@ -42,15 +43,10 @@ from composable.engine.params.param import (
 from composable.engine.step.observer import notify_communication
 from composable.errors import ClippingError, NonFiniteError, kind_of
 from composable.optim.in_backward import stepped_in_backward
-from composable.optim.shared import (
-    Groups,
-    alike,
-    groups_sharded_over,
-    is_trained,
-    reduce_over,
-    refuse_unreduced,
-)
+from composable.optim.refusals import is_trained, refuse_unreduced
 from composable.torch_private import locals_of, modes_are_on
+
+Groups = tuple[dist.ProcessGroup, ...]
 
 _EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
 _DOUBLE: Final = (torch.float64, torch.complex128)
@@ -334,6 +330,37 @@ def _groups_of(parameter: Tensor) -> Groups:
     return groups_sharded_over(parameter.device_mesh, placements)
 
 
+def groups_sharded_over(mesh: DeviceMesh, placements: Sequence[Placement]) -> Groups:
+    """The process groups over which the parts of a DTensor add up to the whole.
+
+    None on a rank outside of its mesh.
+    """
+    if mesh.get_coordinate() is None:
+        return ()
+    sharded = [
+        dim
+        for dim, placement in enumerate(placements)
+        if mesh.size(dim) > 1 and not placement.is_replicate()
+    ]
+    return tuple(map(mesh.get_group, sharded))
+
+
+def reduce_over(group: dist.ProcessGroup, numbers: Tensor, text: str, *, largest: bool) -> Tensor:
+    """The sum, or the largest, of all ranks' `numbers` (1-D), one by one.
+
+    The result is on the device that they are on here. Numbers on the host come from parameters
+    under CPU offload, or from a pipeline stage without parameters, while other stages send from the
+    accelerator: so the accelerator is preferred if it has a backend of its own.
+    """
+    device = numbers.device
+    if device.type == "cpu" and torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        if backend_of(group, accelerator) not in ("undefined", backend_of(group, device)):
+            device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return reduce_numbers(numbers.to(device), group, largest=largest, text=text).to(numbers.device)
+
+
 def _num_ranks(groups: Groups) -> int:
     return math.prod(map(dist.get_world_size, groups))
 
@@ -360,6 +387,14 @@ def _described(tensor: Tensor) -> str:
         if isinstance(tensor, DTensor)
         else "a plain tensor"
     )
+
+
+def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Lists of tensors of one dtype and device, which one kernel can take."""
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(found.values())
 
 
 def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:

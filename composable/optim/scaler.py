@@ -27,8 +27,8 @@ from composable.contract.values import parameters_of
 from composable.engine.params.param import labels_of, model_group_of
 from composable.engine.step.observer import notify_communication
 from composable.errors import OptimizerError
+from composable.optim.clip import alike, groups_sharded_over, reduce_over
 from composable.optim.in_backward import OptimizerInBackward
-from composable.optim.shared import alike, groups_sharded_over, reduce_over
 from composable.torch_private import locals_of, wrap_unscaling
 
 Found = dict[torch.device, Tensor]  # by device: 1.0 if a gradient is not finite

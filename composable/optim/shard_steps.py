@@ -1,7 +1,11 @@
 """`step_on_shards`: element-wise optimizers step the local shards of DTensors.
 
-The results are the same as over DTensors, in less host time. A stand-in (`stand_in.py`) gives
-torch's code local tensors, while users see the optimizer with its DTensors.
+The results are the same as over DTensors, in less host time. A hook before `step` may change the
+arguments of the call, the first of which is the optimizer itself. The hook here puts a stand-in in
+its place: an object with the class, the code and the attributes of the optimizer, but whose
+`param_groups` and `state` hold local tensors. Users, hooks, closures, schedulers and checkpoints
+see the optimizer with its DTensors. The stand-in makes its groups when the code asks for them:
+after all hooks, and after the closure.
 
 Nothing is kept from one step to the next, so memory that users take away from parameters or state
 is free at once.
@@ -9,13 +13,17 @@ is free at once.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections import defaultdict
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from functools import cache
 from itertools import chain, compress, islice
 from operator import is_
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn, optim
@@ -24,19 +32,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from composable.checked import checked
-from composable.engine.params.param import gradient_of
+from composable.contract.values import parameters_of
+from composable.engine.params.param import copy_attributes, gradient_of
 from composable.errors import OptimizerError
-from composable.optim.shared import refuse_unreduced
-from composable.optim.stand_in import STEPPINGS, StandIn, State, Stepping
+from composable.optim.refusals import refuse_unreduced
 from composable.tensors.dtensors import gradient_like
 from composable.torch_private import (
     as_tensors,
     local_of,
     locals_of,
     placed_alike,
+    step_hooks,
     tree_flatten,
     tree_unflatten,
 )
+
+State = dict[str, Any]
 
 ELEMENTWISE: Final = (
     optim.SGD,
@@ -55,6 +66,172 @@ ELEMENTWISE: Final = (
 _WHOLE: Final = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 _NOTHING: Final = object()
 CONTAINERS: Final = (list, tuple, dict)  # of state
+# What steps an optimizer; None if its user wants it to step as torch does.
+STEPPINGS: Final[WeakKeyDictionary[Optimizer, Stepping | None]] = WeakKeyDictionary()
+
+# --- the stand-in -------------------------------------------------------------------------------
+
+
+class StandIn:
+    """Has the class and the attributes of an optimizer in a step, but other groups and state.
+
+    Attributes:
+        optimizer: the user's.
+        state: what the code of the optimizer sees.
+        stepping: makes the groups that it sees; None after the step.
+    """
+
+    # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries.
+    # torch's code reads `state` for every parameter, so that it is no property.
+    __slots__ = ("optimizer", "state", "stepping")
+    optimizer: Optimizer
+    state: Any
+    stepping: Any
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, stepping: Any, state: Any) -> Any:
+        """Make one whose state is `state` until `stepping._groups_for` makes its groups."""
+        kind: Any = type(optimizer)
+        made: Any = object.__new__(_stand_in_class(kind))
+        made.__dict__ = optimizer.__dict__
+        made.optimizer, made.state, made.stepping = optimizer, state, stepping
+        return made
+
+    @property
+    def param_groups(self) -> Any:
+        """What the code of the optimizer steps."""
+        if self.stepping is None:
+            return self.optimizer.param_groups
+        groups, self.state = self.stepping._groups_for(self)
+        return groups
+
+
+@cache
+def _stand_in_class(kind: Any) -> Any:
+    return type(kind.__name__, (StandIn, kind), {})
+
+
+class Stepping(ABC):
+    """Hands the code of an optimizer other tensors than users see.
+
+    Attributes:
+        keeps_whole_state: its state is that of whole matrices, on the ranks that own them.
+    """
+
+    keeps_whole_state = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)  # whose hooks hold this object
+        self._before = optimizer.register_step_pre_hook(self._put_stand_in)
+        self._after = optimizer.register_step_post_hook(self._finish_step)
+        self._handles = [self._before, self._after]
+        self.keep_next_to_step(optimizer)
+        vars(optimizer)["__deepcopy__"] = self._copy  # Python looks for it on an object first
+        STEPPINGS[optimizer] = self
+
+    # --- what every kind of them needs -----------------------------------------------------------
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> Stepping | None:
+        """What hands the code of `optimizer` other tensors, if anything does."""
+        return STEPPINGS.get(optimizer)
+
+    @staticmethod
+    def is_differentiable(optimizer: Optimizer) -> bool:
+        """Whether steps become part of a graph, which other tensors would be missing from."""
+        return any(
+            group.get("differentiable", False)
+            for group in (optimizer.defaults, *optimizer.param_groups)
+        )
+
+    @staticmethod
+    def copy_attributes(parameter: Any, copy: Any) -> None:
+        """Give a parameter that code is handed what users have set on `parameter`."""
+        copy_attributes(parameter, copy)
+
+    def _refuse_unreduced(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        refuse_unreduced(f"{type(optimizer).__name__}.step", parameters, OptimizerError)
+
+    @abstractmethod
+    def _takes(self, optimizer: Optimizer) -> bool:
+        """Whether the step that begins is given other tensors."""
+
+    @abstractmethod
+    def _groups_for(self, stand_in: StandIn) -> tuple[list[State], Any]:
+        """The groups that its code is given, which asks now, and the state."""
+
+    @abstractmethod
+    def _finish(self, optimizer: Optimizer) -> None:
+        """The step has ended. Called once more before the next one, for one that an error ended."""
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _follow_to(self, copied: Optimizer, memo: dict[int, Any]) -> None:
+        """Step a copy of the optimizer, too; its state is that of `_state_to_copy`."""
+
+    def _state_to_copy(self, optimizer: Optimizer) -> Any:
+        """What Python copies of the state."""
+        return optimizer.state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stepping:
+        return self  # in the hooks of an optimizer that copies all of its attributes
+
+    def _copy(self, memo: dict[int, Any]) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for parameter in parameters_of(optimizer):
+            if isinstance(parameter, DTensor):
+                # torch's copy of a DTensor has a copy of its mesh, without process groups
+                memo[id(parameter.device_mesh)] = parameter.device_mesh
+        memo[id(optimizer)] = copied = object.__new__(type(optimizer))
+        kept = {**optimizer.__getstate__(), "state": self._state_to_copy(optimizer)}
+        copied.__setstate__(copy.deepcopy(kept, memo))
+        for hooks in vars(copied).values():
+            for handle in self._handles if isinstance(hooks, OrderedDict) else ():
+                hooks.pop(handle.id, None)
+        self._follow_to(copied, memo)
+        return copied
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _put_stand_in(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if isinstance(optimizer, StandIn):
+            return None  # a step that calls the step of its base class
+        self._give_up(optimizer)
+        if args[0] is not optimizer or not self._takes(optimizer):
+            return None
+        return self._arguments_for(
+            (StandIn.of(optimizer, self, optimizer.state), *args[1:]), kwargs
+        )
+
+    def _arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What its code is called with: a stand-in, and what the user has passed."""
+        return args, kwargs
+
+    def _give_up(self, optimizer: Optimizer) -> None:
+        """End a step that an error has ended, if there is one."""
+        self._finish(optimizer)
+
+    def _finish_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if isinstance(optimizer, StandIn):
+            return
+        self._finish(optimizer)
+        if isinstance(args[0], StandIn):
+            # Hooks after this one are handed it, too, and see what the user's optimizer has.
+            args[0].stepping, args[0].state = None, optimizer.state
+
+    def keep_next_to_step(self, optimizer: Optimizer) -> None:
+        """Run last of the hooks before the next step, and first of those after it."""
+        before, after = step_hooks(optimizer)
+        if self._before.id in before and self._after.id in after:
+            before.move_to_end(self._before.id)
+            after.move_to_end(self._after.id, last=False)
+
 
 # --- one step ------------------------------------------------------------------------------------
 
@@ -251,11 +428,11 @@ def _placed(value: Any, former: Any, key: str, parameter: Tensor, stepped: Tenso
     )
 
 
-# --- the stand-in -------------------------------------------------------------------------------
+# --- on shards -----------------------------------------------------------------------------------
 
 
 class ShardStepping(Stepping):
-    """An optimizer steps its local shards until `remove()` is called.
+    """An optimizer steps its local shards.
 
     Made by `step_on_shards`, or at a first step. Where a group does not say how it steps, torch
     chooses `foreach` or a loop by the device, for local tensors as for DTensors.
@@ -267,15 +444,12 @@ class ShardStepping(Stepping):
         self._handles.append(optimizer.register_load_state_dict_post_hook(self._on_load))
         self._check_state = True
 
-    def remove(self) -> None:
-        """Let the optimizer step DTensors from now on.
-
-        Its state stays where it is. May be called again.
-        """
-        if (optimizer := self._optimizer()) is not None:
-            self._finish(optimizer)
-            STEPPINGS[optimizer] = None
-            self._detach(optimizer)
+    def remove(self, optimizer: Optimizer) -> None:
+        """Let the optimizer step DTensors from now on. Its state stays where it is."""
+        self._finish(optimizer)
+        for handle in self._handles:
+            handle.remove()
+        del vars(optimizer)["__deepcopy__"]
 
     @override
     def _follow_to(self, copied: Optimizer, memo: dict[int, Any]) -> None:
@@ -283,9 +457,8 @@ class ShardStepping(Stepping):
 
     @override
     def _takes(self, optimizer: Optimizer) -> bool:
-        # A hook after this one would be handed the stand-in: this step then takes DTensors, and the
-        # next one does not. Tensors that are made in inference mode have no version counter.
-        return self._is_last and not (
+        # Tensors that are made in inference mode have no version counter.
+        return not (
             torch.compiler.is_compiling()
             or torch.is_inference_mode_enabled()
             or Stepping.is_differentiable(optimizer)
@@ -365,7 +538,7 @@ def step_on_shards(
         )
     if not enabled:
         if stepping is not None:
-            stepping.remove()
+            stepping.remove(optimizer)
         STEPPINGS[optimizer] = None
         return
     for base in kind.__mro__:

@@ -40,9 +40,8 @@ from composable.engine.step.unit import Unit, unit_of
 from composable.errors import OptimizerError
 from composable.features.split_backwards import refuse_split
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
-from composable.optim.shard_steps import step_on_shards_unasked
-from composable.optim.shared import is_trained, refuse_unreduced
-from composable.optim.stand_in import Stepping
+from composable.optim.refusals import is_trained, refuse_unreduced
+from composable.optim.shard_steps import StandIn, Stepping, step_on_shards_unasked
 from composable.torch_private import as_tensors
 
 _OTHER: Final = (
@@ -68,8 +67,10 @@ _managed: Final[WeakKeyDictionary[Optimizer, _Stepped]] = WeakKeyDictionary()
 
 @untraced
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if Stepping.is_stand_in(optimizer):
+    if isinstance(optimizer, StandIn):
         return  # a step that calls the step of its base class: the optimizer itself was checked
+    if (stepping := Stepping.of(optimizer)) is not None:
+        stepping.keep_next_to_step(optimizer)  # users may have registered hooks since
     step = f"{type(optimizer).__name__}.step"
     parameters = parameters_of(optimizer)
     runs_in_backward = is_part_of_backward(optimizer)

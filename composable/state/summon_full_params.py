@@ -199,30 +199,26 @@ def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
             " scope only. Call remove(module), tie the parameters, and annotate again"
         )
     for each in shown:
-        _check_edit(each)
-
-
-def _check_edit(each: _Shown) -> None:
-    managed, whole, at_rest = each.managed, each.whole, each.managed.param.at_rest
-    if (whole.shape, whole.dtype) != (each.shape, at_rest.dtype):
-        raise ForeignParameterError(
-            f"summon_full_params: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the"
-            f" shape {tuple(whole.shape)} and is {whole.dtype} after the scope; before it was"
-            f" {tuple(each.shape)} and {at_rest.dtype}. To change a shape, register a new"
-            " parameter in its place; cast a model outside of the scope"
-        )
-    if whole is not at_rest and (gradient_hooks(whole) or hooks_after_accumulation(whole)):
-        raise ForeignParameterError(
-            f"summon_full_params: a hook was registered on parameter '{managed.fqn}' of unit"
-            f" '{managed.unit.name}' inside the scope, on its whole copy, whose gradient is not the"
-            " one that lands. Register hooks on parameters outside of the scope"
-        )
-    if version_of(local_tensor(at_rest)) != each.version:
-        raise PhaseError(
-            f"summon_full_params: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was"
-            " written to inside the scope, by an optimizer or load_state_dict, and the scope's"
-            " edits would replace that. Step and load outside of it"
-        )
+        managed, whole, at_rest = each.managed, each.whole, each.managed.param.at_rest
+        if (whole.shape, whole.dtype) != (each.shape, at_rest.dtype):
+            raise ForeignParameterError(
+                f"summon_full_params: parameter '{managed.fqn}' of unit '{managed.unit.name}' has"
+                f" the shape {tuple(whole.shape)} and is {whole.dtype} after the scope; before it"
+                f" was {tuple(each.shape)} and {at_rest.dtype}. To change a shape, register a new"
+                " parameter in its place; cast a model outside of the scope"
+            )
+        if whole is not at_rest and (gradient_hooks(whole) or hooks_after_accumulation(whole)):
+            raise ForeignParameterError(
+                f"summon_full_params: a hook was registered on parameter '{managed.fqn}' of unit"
+                f" '{managed.unit.name}' inside the scope, on its whole copy, whose gradient is not"
+                " the one that lands. Register hooks on parameters outside of the scope"
+            )
+        if version_of(local_tensor(at_rest)) != each.version:
+            raise PhaseError(
+                f"summon_full_params: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was"
+                " written to inside the scope, by an optimizer or load_state_dict, and the scope's"
+                " edits would replace that. Step and load outside of it"
+            )
 
 
 @torch.no_grad()

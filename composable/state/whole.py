@@ -93,17 +93,17 @@ def comms_of_model(units: Sequence[Unit]) -> list[Comm]:
 def all_or_none(
     caller: str,
     comms: Sequence[Comm],
-    act: Callable[[], None],
+    act: Callable[[], Any],
     must_agree: int = 0,
     arguments: Mapping[str, str] | None = None,
-) -> None:
+) -> Any:
     """Run `act` on all ranks of `comms`, and raise on every rank if it raised on one.
 
     Also raise on every rank if the ranks have different numbers `must_agree`, or other `arguments`.
     """
-    error: Exception | None = None
+    result, error = None, None
     try:
-        act()
+        result = act()
     except Exception as caught:
         error = caught
     failure = None if error is None else f"{type(error).__name__}: {first_line(error)}"
@@ -117,6 +117,7 @@ def all_or_none(
         raise error
     if failure:
         raise RanksDisagreeError(f"{caller}: {failure}")
+    return result
 
 
 def _difference(said: Mapping[int, tuple[str | None, int, Mapping[str, str]]]) -> str | None:

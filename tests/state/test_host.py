@@ -27,7 +27,7 @@ from composable import (
 from composable.engine.params.param_group import ReplicatedGroup, ShardedGroup
 from composable.errors import OptimizerError, PhaseError
 from composable.memory.offload import HostHome
-from composable.state import host
+from composable.state import offload_to_host as of_verb
 from composable.torch_private import can_take_data, local_of
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -150,9 +150,9 @@ def _copied_on_the_host_too() -> Iterator[None]:
     """On ranks of the host, copy as an accelerator's do, to ordinary memory."""
     with ExitStack() as stack:
         if current_device().type == "cpu":
-            stack.enter_context(mock.patch.object(host, "has_streams", return_value=True))
+            stack.enter_context(mock.patch.object(of_verb, "has_streams", return_value=True))
             home = mock.patch.object(
-                host, "HostHome", lambda device, pin_memory: HostHome(device, pin_memory=False)
+                of_verb, "HostHome", lambda device, pin_memory: HostHome(device, pin_memory=False)
             )
             stack.enter_context(home)
         yield
@@ -181,7 +181,7 @@ _ON_HOST: Final[tuple[tuple[type, str], ...]] = ((HostHome, "take"),)
 _ON_DEVICE: Final[tuple[tuple[type, str], ...]] = (
     (ShardedGroup, "_make_shard"),
     (ReplicatedGroup, "_make_at_rest"),
-    (host.HostOffload, "_back"),
+    (of_verb.HostOffload, "_back"),
 )
 
 

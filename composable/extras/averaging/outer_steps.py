@@ -48,7 +48,7 @@ from composable.errors import (
 from composable.extras.averaging.averaging import REPLICAS, Over, average_parameters, comm_over
 from composable.seams import (
     Param,
-    Stepping,
+    StandIn,
     Unit,
     checked_on_all_ranks,
     hooks_of,
@@ -231,7 +231,7 @@ class LocalSteps:
     @untraced
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer | None = None, *_: Any) -> None:
-        if optimizer is not None and Stepping.is_stand_in(optimizer):
+        if optimizer is not None and isinstance(optimizer, StandIn):
             return  # a step that calls the step of its base class
         self._stepped[optimizer] = None
         if len(self._stepped) < len(self._inner):
@@ -416,7 +416,7 @@ def _version(gradient: Tensor) -> int:
 
 def _before_any_step(steps: ref[LocalSteps], optimizer: Optimizer, *_: Any) -> None:
     found = steps()
-    if found is not None and not Stepping.is_stand_in(optimizer):
+    if found is not None and not isinstance(optimizer, StandIn):
         found.refuse_behind(optimizer)
 
 

@@ -1,7 +1,7 @@
 """`step_on_matrices`: each rank steps some of the whole matrices, for all ranks.
 
 The ranks send the gradients of a matrix to its owner (`matrices.py`). There the optimizer's own
-code steps the matrix, through a stand-in (`stand_in.py`), and the owner sends the new rows back.
+code steps the matrix, through a stand-in (`shard_steps.py`), and the owner sends the new rows back.
 The code runs once for each batch of matrices. While it computes one batch, the gradients of the
 next batch and the new rows of the one before are sent.
 
@@ -272,6 +272,7 @@ class MatrixStepping(Stepping):
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
+        vars(optimizer)["__reduce_ex__"] = self._reduce
         self._watch_state(optimizer)
 
     # --- plans -----------------------------------------------------------------------------------
@@ -425,7 +426,7 @@ class MatrixStepping(Stepping):
         Returns:
             The state that it has left.
         """
-        stand_in = self.stand_in_of(optimizer, _Given(groups), state)
+        stand_in = StandIn.of(optimizer, _Given(groups), state)
         stand_in.__dict__ = _apart(self._attributes)
         (_, *args), kwargs = self._arguments
         if (closure := self._closure) is not None and closure.was_called:
@@ -608,16 +609,16 @@ class MatrixStepping(Stepping):
                     replace(matrix, parameter=other) for matrix in original._matrices[parameter]
                 ]
 
-    @override
     def _reduce(self, protocol: int) -> Any:
         optimizer = self._optimizer()
-        if optimizer is not None and optimizer.state and self._matrices:
+        assert optimizer is not None
+        if optimizer.state and self._matrices:
             raise OptimizerError(
                 f"{_CALLER}: this {type(optimizer).__name__} keeps the state of whole matrices on"
                 " the ranks that own them, so that no rank can pickle or copy.copy it. Save what"
                 " get_optimizer_state_dict gives, on all ranks; copy.deepcopy copies it"
             )
-        return super()._reduce(protocol)
+        return type(optimizer).__reduce_ex__(optimizer, protocol)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from composable.seams import (
     Call,
     Observer,
     Root,
-    Stepping,
+    StandIn,
     Unit,
     is_part_of_backward,
     label_of,
@@ -222,7 +222,7 @@ def _before_steps(optimizer: Optimizer, *_: Any) -> None:
     Its own hooks come behind all global ones, and so behind that by which `join` tells ranks
     without data of the step.
     """
-    if _OPEN and optimizer not in _HOOKED and not Stepping.is_stand_in(optimizer):
+    if _OPEN and optimizer not in _HOOKED and not isinstance(optimizer, StandIn):
         _HOOKED.add(optimizer)
         handle = optimizer.register_step_pre_hook(_before_step)
         # first of them: the last place is that of steps on shards

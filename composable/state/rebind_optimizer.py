@@ -74,7 +74,11 @@ def rebind_optimizer(module: nn.Module, optimizer: TorchOptimizer) -> None:
 
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_former = {id(p): found for p in held if (found := successor(p)) is not None}
-    lost = [_describe(parameter) for parameter in held if id(parameter) not in by_former]
+    lost = [
+        str(label_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}")
+        for parameter in held
+        if id(parameter) not in by_former
+    ]
     if lost:
         raise OptimizerError(
             f"rebind_optimizer: {type(optimizer).__name__} holds {few(lost)}, which"
@@ -124,12 +128,3 @@ def _whole_for(new: Tensor, value: Tensor) -> Tensor:
     placements = [Replicate()] * len(found[1]) + [*value.placements[len(found[1]) :]]
     mesh = value.device_mesh
     return whole_of(wrap(local_of(value), mesh, placements, new.shape, new.stride()))
-
-
-def _describe(parameter: Tensor) -> str:
-    label = label_of(parameter)
-    return (
-        f"'{label.fqn}' of unit '{label.unit}'"
-        if label is not None
-        else f"a parameter of shape {tuple(parameter.shape)}"
-    )
