@@ -69,7 +69,6 @@ from composable.api import comm_hooks, scopes
 from composable.comm import Comm, MeshInfo
 from composable.config import MixedPrecisionPolicy
 from composable.contract.tree import Place
-from composable.engine.edits import written as edits
 from composable.engine.edits.loading import warn_of_other_groups as warn_of_other_groups
 from composable.engine.params import param as params
 from composable.engine.params.param import label_of as label_of
@@ -385,7 +384,7 @@ def comms_of_model(units: Sequence[Unit]) -> list[Comm]:
 
 def at_rest(units: Sequence[Unit]) -> AbstractContextManager[None]:
     """Modules hold parameters at rest in the context, outside of forwards and backwards."""
-    return edits.at_rest(_of_engine(units))
+    return unit.at_rest(_of_engine(units))
 
 
 def require_at_rest(caller: str, units: Sequence[Unit]) -> None:
@@ -403,7 +402,7 @@ def written(units: Iterable[Unit]) -> None:
     no version has counted the write. Gathers units that a scope keeps: all ranks call it, with the
     same units.
     """
-    edits.written(_of_engine(units))
+    unit.written(_of_engine(units))
 
 
 def refuse_extended(what: str, of: Unit) -> None:

@@ -15,8 +15,7 @@ from composable.checked import checked
 from composable.compilation import untraced
 from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.step.observer import notify_communication
-from composable.engine.step.plan import launch_held
-from composable.engine.step.root import end_interrupted, land_held
+from composable.engine.step.root import end_interrupted, land_held, launch_held
 from composable.errors import PhaseError
 from composable.torch_private import in_backward
 

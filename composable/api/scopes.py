@@ -19,8 +19,7 @@ from composable.contract.naming import module_name
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.params.param_group import ShardedState
 from composable.engine.step.observer import called
-from composable.engine.step.plan import prepare_roots
-from composable.engine.step.root import end_interrupted
+from composable.engine.step.root import end_interrupted, prepare_roots
 from composable.engine.step.root import reset as reset_steps
 from composable.engine.step.unit import EXPLICIT, Unit, units_below
 from composable.errors import NotAnnotatedError, PhaseError, did_you_mean

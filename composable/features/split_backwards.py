@@ -24,8 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from composable.engine.step.observer import OBSERVERS, Observer
-from composable.engine.step.plan import planned_roots
-from composable.engine.step.root import Root
+from composable.engine.step.root import Root, planned_roots
 from composable.engine.step.unit import BY_HAND, Unit, unit_of
 from composable.errors import OptimizerError
 from composable.torch_private import split_backward_schedule

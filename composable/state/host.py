@@ -15,8 +15,7 @@ from composable.api.scopes import units_in
 from composable.checked import checked
 from composable.compilation import unwrapped
 from composable.contract.values import map_tensors
-from composable.engine.edits.written import written
-from composable.engine.step.unit import EXPLICIT, Unit
+from composable.engine.step.unit import EXPLICIT, Unit, written
 from composable.errors import AnnotationError, PhaseError
 from composable.features.extension import refuse_extended
 from composable.memory.offload import HostHome, free_cached_memory, wait_for_traffic

@@ -18,8 +18,8 @@ from torch import nn
 from composable.api.scopes import units_in
 from composable.checked import RealDtype, checked
 from composable.compilation import untraced, unwrapped
-from composable.engine.edits.written import written
-from composable.engine.step.plan import planned_roots
+from composable.engine.step.root import planned_roots
+from composable.engine.step.unit import written
 from composable.errors import UnknownArgumentError
 from composable.state.folder_plan import Loaded, Rename, plan_folder
 from composable.state.initialise import Init, Initialisation

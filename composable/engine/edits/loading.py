@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from composable.compilation import untraced
 from composable.contract.contract import drop_attribute
 from composable.contract.methods import set_method, unbind_method
-from composable.engine.edits.written import written
 from composable.engine.params.param import (
     PLAIN,
     ManagedParam,
@@ -42,7 +41,7 @@ from composable.engine.params.param import (
 )
 from composable.engine.step.observer import called
 from composable.engine.step.prepare import is_called, modules_calling
-from composable.engine.step.unit import EXPLICIT, Unit, unit_of
+from composable.engine.step.unit import EXPLICIT, Unit, unit_of, written
 from composable.errors import AnnotationError
 from composable.tensors.dtensors import (
     describe_mesh,

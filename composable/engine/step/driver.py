@@ -28,9 +28,8 @@ from composable.contract.values import map_tensors
 from composable.engine.gradients.agreed import InputGradMode
 from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.params.param import hook_gradients
-from composable.engine.step.plan import launch_held, root_of
 from composable.engine.step.prepare import broadcast_buffers
-from composable.engine.step.root import land_held, reset
+from composable.engine.step.root import land_held, launch_held, reset, root_of
 from composable.engine.step.unit import Unit, UnitCall, unit_of
 from composable.engine.step.visit import Visit, end_call, pre_backward
 

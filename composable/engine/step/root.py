@@ -1,9 +1,10 @@
-"""The phases of one step: which units are entered and left, and freed when. Which root a call has
-is in `plan.py`, what is gathered ahead in `order.py`, what is reduced when in `post_backward.py`;
-docs/tour.md follows a step line by line.
+"""The phases of one step: which units are entered and left, and freed when. What is gathered ahead
+is in `order.py`, what is reduced when in `post_backward.py`; docs/tour.md follows a step line by
+line.
 
 In this file: what belongs to one step (`Step`, `Iteration`), the end of a backward (`BackwardEnd`),
-and `Root`: forward, backward, a lost step, reductions without a backward.
+`Root` (forward, backward, a lost step, reductions without a backward), and which root a call has
+(`root_for_call`, `plan_root`).
 
 State machine of a `Root`; what may change its phase is in this file, and the phase is what its
 `Step` says. What runs is the forward in row FORWARD, and the backward in row BACKWARD:
@@ -46,11 +47,12 @@ import enum
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock, get_ident
 from threading import enumerate as enumerate_threads
+from traceback import walk_stack
 from typing import Any, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
@@ -69,7 +71,12 @@ from composable.engine.params.param import ManagedParam
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
 from composable.engine.step.observer import DECISIONS, OBSERVERS, gradients_landed
 from composable.engine.step.order import CLOCK, REMEMBERED, Forward, GatherOrder
-from composable.engine.step.prepare import Preparation, broadcast_buffers, is_called
+from composable.engine.step.prepare import (
+    Preparation,
+    broadcast_buffers,
+    is_called,
+    modules_calling,
+)
 from composable.engine.step.unit import (
     BACKWARD,
     EXPLICIT,
@@ -79,6 +86,8 @@ from composable.engine.step.unit import (
     UNSEEN,
     Unit,
     UnitCall,
+    rename_below,
+    unit_of,
     units_below,
 )
 from composable.errors import (
@@ -245,14 +254,12 @@ class Root:
         top: Unit,
         units: Sequence[Unit],
         shared: Sequence[Unit],
-        root_of: Callable[[Unit], Root],  # `plan.root_of`, for those that are shared
     ) -> None:
         self.top, self.modules = top, top.modules
         self.agreed = agreed_by(units)  # the first forward fills it, and all ranks alike change it
         self.units: list[Unit] = self.agreed.units()
         self.order = GatherOrder(self.units, self.agreed)
         self.step = Step()
-        self._root_of = root_of
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
         self.post_backward = PostBackward([unit.gradients for unit in self.units], self.agreed)
         # replicated units next to shards
@@ -595,7 +602,7 @@ class Root:
             # recomputation differs from a forward only while its root is in a step. One with shards
             # that has no root was not computed since the tree changed.
             if unit.root is not None or unit.kind is UnitKind.ARRIVAL:
-                self._root_of(unit).open_backward()
+                root_of(unit).open_backward()
         return iteration
 
     def _backward_iteration(self) -> Iteration | None:
@@ -894,8 +901,148 @@ class Root:
         wait_for_traffic()
 
 
+# --- which root a call has ----------------------------------------------------------------------
+
+
 def roots_of(units: Iterable[Unit]) -> list[Root]:
     return [root for root in dict.fromkeys(unit.root for unit in units) if root is not None]
+
+
+def plan_root(unit: Unit) -> Root:
+    """Plan the modules of `unit` and what is below them as one tree: when the outermost annotated
+    module is called, and again after a unit or a module came or went below it.
+
+    1. Find the units: those below the modules, and those that are replicated next to shards
+       elsewhere, if modules below read a parameter of theirs. Units that are or were below another
+       annotated model, too, are shared: they have a root of their own, whichever model calls them,
+       because one object must reduce the gradients of a parameter.
+    2. Name the units below the modules.
+    3. Their former roots give up backwards that have raised. A former root of the same units goes
+       on: modules that are not annotated have changed.
+    4. Otherwise make a root, which the units follow from now on.
+
+    A plan depends on annotations only, and not on which models are alive, because ranks may collect
+    a dropped model at different times.
+    """
+    units = units_below(unit.modules)
+    relations = unit.relations
+    inside = (each.relations.number for each in relations.below)
+    known = {relations.number, *relations.around, *inside}
+    shared = [
+        each
+        for each in units
+        if not known.issuperset(each.relations.around.keys() - {each.relations.number})
+    ]
+    owners = [unit_of(each) for module in unit.modules for each in module.parameters()]
+    units += [owner for owner in owners if owner is not None and owner.kind is UnitKind.BESIDE]
+    units = [each for each in dict.fromkeys(units) if each not in shared]
+    rename_below(unit.modules, units)
+    for former in roots_of(units):
+        if not in_backward():  # checkpointing runs a part again: the backward goes on
+            former.give_up_backward()
+        if former.top is unit and set(former.units) == set(units):
+            former.watch_tree(shared)
+            return former
+    root = Root(unit, units, shared)
+    for each in units:
+        each.follow_root(root)
+    for each in shared:
+        each.relations.share()
+    return root
+
+
+def root_of(unit: Unit) -> Root:
+    """The root that `unit` has, or gets."""
+    return unit.root or plan_root(unit)
+
+
+def planned_roots(units: Sequence[Unit]) -> list[Root]:
+    """The roots of these units; units that have none get one."""
+    for unit in units:
+        root_of(unit)
+    return roots_of(units)
+
+
+def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
+    """The root of a forward of `module` that begins.
+
+    | the root of `unit` | is |
+    |---|---|
+    | none | planned |
+    | in a forward of this thread, which calls `unit` | kept |
+    | in a forward of another thread, which is in it | refused: a step is one thread's |
+    | in a forward that an interrupt has ended without a word | reset |
+    | in a backward of another thread | refused |
+    | in a backward that raised | reset |
+    | in no forward, and modules below have changed | planned anew |
+    """
+    root = unit.root
+    if root is None:
+        return plan_root(unit)
+    if root.step.running:
+        first = root.step.thread.get(None)
+        if first != get_ident() and not in_backward():
+            if _is_on_a_stack(root.step):
+                root.refuse_second_thread(first)
+        else:
+            forward = root.step.forward
+            assert forward is not None
+            # not `computes`: `join` and `skipped` enter it without a call on the stack
+            if forward.module is not module or not computes or _is_called_inside_its_call(module):
+                return root
+        # an interrupt has ended the forward, in another thread or before it is entered again here
+        reset_interrupted(root, "its forward did not end", entering=module)
+    else:
+        if root.phase is Phase.BACKWARD and not in_backward() and (first := _runs_backward()):
+            root.refuse_second_thread(first)
+        root.give_up_backward()
+    # from where it was planned, as on ranks whose modules are as before
+    if root.tree_changed() and plan_root(root.top) is not root:
+        root.forget()
+    return root_of(unit)
+
+
+def _is_called_inside_its_call(module: nn.Module) -> bool:
+    """Whether a call of `module` is on the stack around the one that begins: a forward that calls
+    itself, or `generate` in the role of a forward.
+    """
+    return modules_calling("_call_impl", "_call_as_forward").count(module) > 1
+
+
+def _is_on_a_stack(step: Step) -> bool:
+    """Whether the forward's thread is in it, and was not interrupted there."""
+    forward, frame = step.forward, sys._current_frames().get(step.thread.get(None, 0))
+    # it begins or ends
+    return forward is None or (
+        frame is not None
+        and forward.module in modules_calling("_call_impl", "_call_as_forward", frame=frame)
+    )
+
+
+def _runs_backward() -> int | None:
+    """Another thread that waits in a backward."""
+    for thread, frame in sys._current_frames().items():
+        names = [each.f_code.co_name for each, _ in walk_stack(frame)]
+        if thread != get_ident() and "_engine_run_backward" in names:
+            return thread
+    return None
+
+
+def prepare_roots(units: Sequence[Unit]) -> None:
+    """These are about to be gathered outside of forwards. Follow what users have changed now, on
+    all ranks: a forward of one rank alone would gather again what it finds changed.
+    """
+    with torch.no_grad():
+        for root in planned_roots(units):
+            # what is shown, offloaded or between two of its modules holds other tensors, on purpose
+            if root.phase in (Phase.IDLE, Phase.WAITING) and not any(
+                unit.kept_by or unit.shown_by or unit.is_offloaded or unit.step.to_run
+                for unit in root.units
+            ):
+                root.prepare()
+
+
+# --- a lost step, and reductions without a backward ---------------------------------------------
 
 
 def reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = None) -> None:
@@ -924,6 +1071,17 @@ def reset(modules: Sequence[nn.Module]) -> None:
     """Give up the step that the roots of these modules are in."""
     for root in roots_of(units_below(modules)):
         reset_interrupted(root)
+
+
+def launch_held(units: Sequence[Unit]) -> list[Root]:
+    """Launch the reduction of what these units accumulated under `no_sync`. Returns their roots,
+    which `land_held` waits for.
+    """
+    roots = planned_roots(units)
+    for root in roots:
+        root.give_up_backward()
+        root.launch_held()
+    return roots
 
 
 def land_held(roots: Iterable[Root] = UNLANDED) -> None:

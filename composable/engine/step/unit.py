@@ -28,7 +28,8 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -42,6 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
+from composable.compilation import untraced
 from composable.config import MixedPrecisionPolicy
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
@@ -591,7 +593,7 @@ class Unit:
                     group.note_written()
 
     def note_written(self) -> None:
-        """All ranks have written to parameters at rest, see `engine/edits/written.py`."""
+        """All ranks have written to parameters at rest, see `written`."""
         for group in self.groups:
             group.note_written()
 
@@ -919,3 +921,48 @@ def unit_of(parameter: Tensor) -> Unit | None:
     owner = owner_of(parameter)
     assert owner is None or isinstance(owner, Unit)
     return owner
+
+
+# --- after calls between steps that all ranks make -----------------------------------------------
+
+
+@untraced
+def written(units: Iterable[Unit]) -> None:
+    """Tell `units` that their parameters at rest have new values, on all ranks: a call that all
+    ranks make has written to them. Such calls write to local tensors, for example to step shards.
+    No version counter distinguishes these writes from a write of one rank alone, and no message may
+    depend on such a write (`param_group.py`).
+
+    Whatever is gathered of them is out of date. Units that a scope keeps are gathered again at
+    once, since each rank may call them in an order of its own there, and modules hold what the
+    scope shows. So all ranks call this, with the same units.
+    """
+    units = list(units)
+    for unit in units:
+        unit.note_written()
+    kept = [unit for unit in units if unit.kept_by]
+    for unit in kept:
+        unit.unshard()
+    for unit in kept:
+        unit.wait_for_unshard()
+    show_again(kept)
+
+
+@contextmanager
+def at_rest(units: Sequence[Unit]) -> Iterator[None]:
+    """Let modules hold parameters at rest inside, but for those of a forward or backward that is
+    under way; then what scopes show.
+    """
+    for unit in units:
+        if not unit.step.calls and not in_backward():
+            unit.swap_out()
+    try:
+        yield
+    finally:
+        show_again(units)
+
+
+def show_again(units: Iterable[Unit]) -> None:
+    """Let modules hold again what scopes show, after a call that looked at parameters at rest."""
+    for unit in units:
+        unit.show_again()

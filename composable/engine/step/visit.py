@@ -36,8 +36,7 @@ from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
 from composable.engine.step.observer import OBSERVERS
-from composable.engine.step.plan import plan_root, root_for_call
-from composable.engine.step.root import Root
+from composable.engine.step.root import Root, plan_root, root_for_call
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
 from composable.memory.elastic import comes_and_goes
