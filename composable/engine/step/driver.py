@@ -102,7 +102,8 @@ class Driver:
         try:
             with torch.enable_grad():
                 anchor = torch.zeros((), device=self._units[0].mesh_info.device, requires_grad=True)
-                outcome = _Followed.apply(anchor, follow)  # type: ignore[no-untyped-call]
+                outcome = anchor.clone()
+                outcome.register_hook(lambda _: follow())
                 outcome.backward()
         finally:
             for unit in self._units:
@@ -136,18 +137,6 @@ class Driver:
             refuse_traced: raises, for a unit with this name whose gradients a compiler reduces.
         """
         return _pass(module, x, [*self._units], {}, refuse_traced)
-
-
-class _Followed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, follow: Callable[[], None]) -> Tensor:
-        ctx.follow = follow
-        return anchor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
-        ctx.follow()
-        return None, None
 
 
 def _enter(unit: Unit, module: nn.Module) -> Visit:
