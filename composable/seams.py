@@ -374,7 +374,7 @@ def driver_of(units: Sequence[Unit]) -> _Driver:
 
 def lose_step(units: Sequence[Unit]) -> None:
     """Tell that all ranks have lost a step of these units."""
-    observer.lose_step(_of_engine(units))
+    observer.notify(Observer.loses, _of_engine(units))
 
 
 def comms_of_model(units: Sequence[Unit]) -> list[Comm]:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter, call, is_, is_not
 from traceback import walk_stack
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet, ref
 
@@ -352,20 +351,19 @@ _is_a_call: Final = re.compile(
 ).fullmatch
 
 
-def modules_calling(*functions: str, frame: FrameType | None = None) -> list[nn.Module]:
-    """The modules whose functions of these names are on the stack, the innermost first; on that of
-    another thread, from its `frame` on.
-    """
-    found = [each.f_locals for each, _ in walk_stack(frame) if each.f_code.co_name in functions]
+def modules_calling(*functions: str) -> list[nn.Module]:
+    """The modules whose functions of these names are on the stack, the innermost first."""
+    found = [each.f_locals for each, _ in walk_stack(None) if each.f_code.co_name in functions]
     owners = [names.get("self", names.get("module")) for names in found]
     return [owner for owner in owners if isinstance(owner, nn.Module)]
 
 
-def is_called(modules: Iterable[nn.Module]) -> bool:
-    """Whether a forward of one of these is on the stack of any thread: a KeyboardInterrupt and a
-    SystemExit end forwards, of which torch does not tell their hooks.
+def is_called(modules: Iterable[nn.Module], thread: int | None = None) -> bool:
+    """Whether a forward of one of these is on the stack of a thread; None: of any. A
+    KeyboardInterrupt and a SystemExit end forwards, of which torch does not tell their hooks.
     """
-    frames = (frame for stack in sys._current_frames().values() for frame, _ in walk_stack(stack))
+    stacks = [stack for each, stack in sys._current_frames().items() if thread in (None, each)]
+    frames = [frame for stack in stacks for frame, _ in walk_stack(stack)]
     found = [frame.f_locals for frame in frames if _is_a_call(frame.f_code.co_name)]
     called = [names.get("self", names.get("module")) for names in found]
     return any(module is each for module in modules for each in called)

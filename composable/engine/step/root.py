@@ -69,7 +69,7 @@ from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ManagedParam
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
-from composable.engine.step.observer import DECISIONS, OBSERVERS, gradients_landed
+from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer, notify
 from composable.engine.step.order import CLOCK, REMEMBERED, Forward, GatherOrder
 from composable.engine.step.prepare import (
     Preparation,
@@ -193,7 +193,7 @@ class BackwardEnd:
                 for root in self.roots:
                     root.finish_backward()
             self.roots = []
-            gradients_landed()
+            notify(Observer.gradients_landed)
         except BaseException:
             self._restore()  # now: the traceback keeps this object
             raise
@@ -402,8 +402,8 @@ class Root:
         self._give_up_kept(grad=grad)
         explicit = self._hide()
         try:
-            for notify in OBSERVERS.begins_forward if grad else ():
-                notify(self)
+            if grad:
+                notify(Observer.begins_forward, self)
             self.prepare()
         except BaseException:
             for unit in explicit:  # what is refused here ends no `unshard()`
@@ -580,8 +580,7 @@ class Root:
         if self.runs_elsewhere and self._streams.here() is None:  # a device's backward is in others
             self.refuse_second_thread(self.step.thread.get(None))
         land_held([self])
-        for notify in OBSERVERS.opens_backward:
-            notify(self)
+        notify(Observer.opens_backward, self)
         # buckets may be launched while gradients arrive
         by_arrival = DECISIONS.by_arrival() and self._takes_part_alone()
         if iteration is None:
@@ -631,8 +630,8 @@ class Root:
             if call.number in iteration.read_at_rest:
                 self._refuse_read_at_rest(*iteration.read_at_rest[call.number])
             iteration.in_forward = call.number
-        for notify in OBSERVERS.pre_backward:
-            notify(self, call)
+        for each in OBSERVERS["pre_backward"]:
+            each(self, call)
         call.note_backward()
         following: Iterable[Unit] = ()
         if unit not in iteration.active:
@@ -687,8 +686,7 @@ class Root:
         elif unit.gradients not in due.to_reduce:
             # a parameter that was read outside of its module, or after the unit was left
             due.come_again(unit.gradients)
-            for notify in OBSERVERS.gradient_came:
-                notify(unit)
+            notify(Observer.gradient_came, unit)
 
     def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated on an at-rest parameter, and not on the form that modules
@@ -725,8 +723,7 @@ class Root:
         """Backward is at its end: launch what was not launched. Waits only where a launch needs it
         (first stages of hybrid meshes).
         """
-        for notify in OBSERVERS.ends_backward:
-            notify(self)
+        notify(Observer.ends_backward, self)
         iteration = self._backward_iteration()
         if iteration is None:
             return  # a forward inside of this backward has given up the step
@@ -742,8 +739,7 @@ class Root:
         """Land everything and end the iteration. What an open forward or a new graph still needs
         passes to a new one.
         """
-        for notify in OBSERVERS.lands_backward:
-            notify(self)
+        notify(Observer.lands_backward, self)
         iteration = self._backward_iteration()
         if iteration is None:
             return  # see `launch_remaining`
@@ -980,16 +976,19 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
     if root is None:
         return plan_root(unit)
     if root.step.running:
-        first = root.step.thread.get(None)
+        first, forward = root.step.thread.get(None), root.step.forward
         if first != get_ident() and not in_backward():
-            if _is_on_a_stack(root.step):
+            if forward is None or is_called([forward.module], first):  # None: it begins or ends
                 root.refuse_second_thread(first)
-        else:
-            forward = root.step.forward
-            assert forward is not None
-            # not `computes`: `join` and `skipped` enter it without a call on the stack
-            if forward.module is not module or not computes or _is_called_inside_its_call(module):
-                return root
+        # `join` and `skipped` enter it without a call on the stack. A forward may call itself, or
+        # `generate` is called in the role of one.
+        elif (
+            forward is None
+            or forward.module is not module
+            or not computes
+            or modules_calling("_call_impl", "_call_as_forward").count(module) > 1
+        ):
+            return root
         # an interrupt has ended the forward, in another thread or before it is entered again here
         reset_interrupted(root, "its forward did not end", entering=module)
     else:
@@ -1000,23 +999,6 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
     if root.tree_changed() and plan_root(root.top) is not root:
         root.forget()
     return root_of(unit)
-
-
-def _is_called_inside_its_call(module: nn.Module) -> bool:
-    """Whether a call of `module` is on the stack around the one that begins: a forward that calls
-    itself, or `generate` in the role of a forward.
-    """
-    return modules_calling("_call_impl", "_call_as_forward").count(module) > 1
-
-
-def _is_on_a_stack(step: Step) -> bool:
-    """Whether the forward's thread is in it, and was not interrupted there."""
-    forward, frame = step.forward, sys._current_frames().get(step.thread.get(None, 0))
-    # it begins or ends
-    return forward is None or (
-        frame is not None
-        and forward.module in modules_calling("_call_impl", "_call_as_forward", frame=frame)
-    )
 
 
 def _runs_backward() -> int | None:
@@ -1053,8 +1035,7 @@ def reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = No
         each.reset(why)
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
-    for notify in OBSERVERS.interrupted:
-        notify()
+    notify(Observer.interrupted)
 
 
 def end_interrupted(units: Iterable[Unit]) -> None:
@@ -1090,4 +1071,4 @@ def land_held(roots: Iterable[Root] = UNLANDED) -> None:
     for root in unlanded:  # nothing is left of it if a hook of a user's has stepped an optimizer
         root.land_held()
     if unlanded:
-        gradients_landed()
+        notify(Observer.gradients_landed)

@@ -35,7 +35,7 @@ from composable.engine.gradients.agreed import InputGradMode
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
-from composable.engine.step.observer import OBSERVERS
+from composable.engine.step.observer import OBSERVERS, Observer, notify
 from composable.engine.step.root import Root, plan_root, root_for_call
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
@@ -292,15 +292,15 @@ class Visit:
                     unit.trains or root.order.input_grad_mode(unit) is InputGradMode.REQUIRED
                 )
                 call.take_place(None, outermost=False, is_entered=enters)
-                for notify in OBSERVERS.pre_forward:
-                    notify(root, call)
+                for each in OBSERVERS["pre_forward"]:
+                    each(root, call)
             unit.unshard()
             unit.wait_for_unshard()
         else:
             root = root_for_call(unit, module, computes=computes)  # may reset: forget all calls
             call = UnitCall(unit, unit.step, module, next_node(), root)
-            for notify in OBSERVERS.pre_forward:
-                notify(root, call)
+            for each in OBSERVERS["pre_forward"]:
+                each(root, call)
             root.pre_forward(call, (args, kwargs) if computes else None)
         self._is_entering = False
         unit.push_call(call)
@@ -377,8 +377,7 @@ class Visit:
         else:
             error = sys.exception()
             assert error is not None
-            for notify in OBSERVERS.raises:
-                notify(root, calls[-1], error)
+            notify(Observer.raises, root, calls[-1], error)
             unit.pop_call()
             unit.end_forward()
             root.on_error(unit)
@@ -399,8 +398,8 @@ def end_call(call: UnitCall, *, keep: bool) -> None:
     """A call has computed. `keep`: parameters must outlive forward."""
     root = call.root or call.unit.root
     if root is not None:  # a part that runs again may have none since the tree changed
-        for notify in OBSERVERS.post_forward:
-            notify(root, call, keep)
+        for each in OBSERVERS["post_forward"]:
+            each(root, call, keep)
         if call.root is root:  # otherwise it recomputes, and backward needs the unit next
             root.post_forward(call, keep=keep)
 
