@@ -29,13 +29,7 @@ from composable.contract.naming import module_name
 from composable.contract.tree import states_below
 from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest
-from composable.engine.params.param import (
-    STEPPED_BY,
-    ManagedParam,
-    ParamForm,
-    ParamInfo,
-    copy_attributes,
-)
+from composable.engine.params.param import STEPPED_BY, ManagedParam, ParamInfo, copy_attributes
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import GRADIENT_HOOKS
 from composable.errors import AnnotationError, PhaseError
@@ -84,7 +78,7 @@ class _Copies:
                     # torch copies gradients of subclasses, and fails if these have another dtype
                     gradient, at_rest.grad = at_rest.grad, None
                     try:
-                        memo[id(at_rest)] = _copy_of(at_rest, param.info.form, memo)
+                        memo[id(at_rest)] = _copy_of(param, memo)
                     finally:
                         at_rest.grad = gradient
                 memo[id(param.compute)] = memo[id(at_rest)]  # which modules may hold now
@@ -210,8 +204,9 @@ def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     return operator.getitem, ([plain], 0)
 
 
-def _copy_of(parameter: nn.Parameter, form: ParamForm, memo: dict[Any, Any]) -> nn.Parameter:
+def _copy_of(param: ManagedParam, memo: dict[Any, Any]) -> nn.Parameter:
     """Torch's copy of a `DTensor` has a copy of the mesh."""
+    parameter = param.at_rest
     if not isinstance(parameter, DTensor):
         return copy.deepcopy(parameter, memo)
     memo[id(parameter.device_mesh)] = parameter.device_mesh  # of optimizer state, too
@@ -221,5 +216,5 @@ def _copy_of(parameter: nn.Parameter, form: ParamForm, memo: dict[Any, Any]) -> 
     )  # fmt: skip
     copy_attributes(parameter, made)
     vars(made).pop(STEPPED_BY, None)
-    form.finish_copy(made, memo)
+    param.info.form.finish_copy(made, memo)
     return made

@@ -40,8 +40,8 @@ from composable.engine.params.param import (
     model_group_of,
 )
 from composable.engine.step.observer import called
-from composable.engine.step.prepare import is_called, modules_calling
-from composable.engine.step.unit import EXPLICIT, Unit, unit_of, written
+from composable.engine.step.prepare import is_called, modules_inside
+from composable.engine.step.unit import Need, Unit, unit_of, written
 from composable.errors import AnnotationError
 from composable.tensors.dtensors import (
     describe_mesh,
@@ -125,8 +125,8 @@ class StateDictHooks:
                 for place in param.info.places:
                     self._here.setdefault(id(place.module), []).append((param, place.name))
             self._to_load = 0
-            if EXPLICIT in self._unit.kept_by and not self._unit.step.calls:
-                top = [*modules_calling("load_state_dict"), module][0]
+            if Need.EXPLICIT in self._unit.kept_by and not self._unit.step.calls:
+                top = [*modules_inside("load_state_dict"), module][0]
                 # one that is registered twice is loaded twice
                 found = [id(each) for _, each in top.named_modules(remove_duplicate=False)]
                 self._to_load = sum(map(self._here.__contains__, found))

@@ -605,6 +605,15 @@ class ManagedParam:
     def __deepcopy__(self, memo: dict[int, Any]) -> ManagedParam:
         return ManagedParam.__new__(ManagedParam)  # the copy of its unit starts it
 
+    def set_labels(self, unit_name: str, owner: object) -> None:
+        """Label its forms, as those of a parameter of the unit with this name."""
+        original = self.original()
+        if original is not None and original is not self.own:
+            set_label(original, self, unit_name, "original", owner)
+        set_label(self.compute, self, unit_name, "compute")
+        # also where it is the same object
+        set_label(self.at_rest, self, unit_name, "at_rest", owner)
+
     def start_as(self, original: ManagedParam, info: ParamInfo) -> None:
         """As the copy of `original`."""
         ManagedParam.__init__(self, info)

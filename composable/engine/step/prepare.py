@@ -323,7 +323,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
 
     Blocks do not know the model; it is the outermost module whose forward is on the stack.
     """
-    model = [root.modules[0], *modules_calling("_call_impl", "forward")][-1]
+    model = [root.modules[0], *modules_inside("_call_impl", "forward")][-1]
     if model in root.modules or model in _WARNED:
         return
     _WARNED.add(model)
@@ -351,7 +351,7 @@ _is_a_call: Final = re.compile(
 ).fullmatch
 
 
-def modules_calling(*functions: str) -> list[nn.Module]:
+def modules_inside(*functions: str) -> list[nn.Module]:
     """The modules whose functions of these names are on the stack, the innermost first."""
     found = [each.f_locals for each, _ in walk_stack(None) if each.f_code.co_name in functions]
     owners = [names.get("self", names.get("module")) for names in found]

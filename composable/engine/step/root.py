@@ -64,39 +64,16 @@ from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import untraced
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch
-from composable.engine.gradients.agreed import InputGradMode, agreed_by
+from composable.engine.gradients.agreed import agreed_by
 from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ManagedParam
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
 from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer, notify
 from composable.engine.step.order import CLOCK, REMEMBERED, Forward, GatherOrder
-from composable.engine.step.prepare import (
-    Preparation,
-    broadcast_buffers,
-    is_called,
-    modules_calling,
-)
-from composable.engine.step.unit import (
-    BACKWARD,
-    EXPLICIT,
-    GRAPH,
-    LENT,
-    ROOT_RUNS,
-    UNSEEN,
-    Unit,
-    UnitCall,
-    rename_below,
-    unit_of,
-    units_below,
-)
-from composable.errors import (
-    CommunicationError,
-    ComposableError,
-    DifferentiationError,
-    PhaseError,
-    first_line,
-)
+from composable.engine.step.prepare import Preparation, broadcast_buffers, is_called, modules_inside
+from composable.engine.step.unit import Need, Unit, UnitCall, rename_below, unit_of, units_below
+from composable.errors import CommunicationError, DifferentiationError, PhaseError, first_line
 from composable.memory.elastic import keep_idle_memory, release_idle_memory
 from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
@@ -373,9 +350,7 @@ class Root:
         except BaseException:
             self.on_error(unit)
             raise
-        enters = inside and (
-            unit.trains or self.order.input_grad_mode(unit) is InputGradMode.REQUIRED
-        )
+        enters = inside and self.order.is_entered(unit)
         call.take_place(forward.number, outermost=outermost, is_entered=enters)
         if torch.is_grad_enabled():
             step.history.append(call)
@@ -433,7 +408,9 @@ class Root:
 
     def _give_up_kept(self, *, grad: bool) -> None:
         """A forward begins: give up what no backward will need."""
-        if not any(unit.step.pending > 0 or GRAPH in unit.step.needed_by for unit in self.units):
+        if not any(
+            unit.step.pending > 0 or Need.GRAPH in unit.step.needed_by for unit in self.units
+        ):
             # outputs were detached; what that forward has kept may have been written to since
             self.end_unseen()
         if self.step.iteration is not None:
@@ -441,10 +418,10 @@ class Root:
         # Graphs of gradient penalties end with a forward with gradients, or a write, when a
         # backward without create_graph=True has ended the step.
         for unit in self.units:
-            if GRAPH in unit.step.needed_by and (
+            if Need.GRAPH in unit.step.needed_by and (
                 grad or any(group.is_stale for group in unit.groups)
             ):
-                unit.end_need(GRAPH)
+                unit.end_need(Need.GRAPH)
 
     def _hide(self) -> list[Unit]:
         """Modules hold at-rest parameters. Returns the units that `unshard()` has shown; after it,
@@ -453,7 +430,7 @@ class Root:
         for unit in self.units:
             if unit.step.to_run:  # a shared `[norm, head]`, between the two
                 unit.swap_out()
-        explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
+        explicit = [unit for unit in self.units if Need.EXPLICIT in unit.kept_by]
         for unit in explicit:
             unit.hide()
         return explicit
@@ -488,9 +465,9 @@ class Root:
             if unit.gathers and (unit.trains or unit.step.pending > 0):
                 iteration.finished.append(unit)
             if keep:
-                unit.need(UNSEEN)
+                unit.need(Need.UNSEEN)
         elif keep:
-            unit.need(LENT)
+            unit.need(Need.LENT)
         if not keep and not unit.must_stay:
             self._reshard_after_forward(unit, iteration, grad=grad)
         if not self.step.running:
@@ -538,18 +515,20 @@ class Root:
         if (entered := self.order.learn(forward)) and grad:
             iteration.entered = entered
         self.step.forward = None
-        waits = any(unit.step.pending > 0 or UNSEEN in unit.step.needed_by for unit in self.units)
+        waits = any(
+            unit.step.pending > 0 or Need.UNSEEN in unit.step.needed_by for unit in self.units
+        )
         if not waits and iteration.end is None:
             self.step.iteration = None
         for unit in self.beside:
-            unit.end_need(ROOT_RUNS)
+            unit.end_need(Need.ROOT_RUNS)
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
         for unit in self.units:
             # otherwise the forward of a model around this unit of several modules goes on
             if unit.step.to_run and not self._is_called_by_another(unit):
                 unit.end_forward()
-            if LENT in unit.step.needed_by:
-                unit.end_need(LENT)
+            if Need.LENT in unit.step.needed_by:
+                unit.end_need(Need.LENT)
             if unit not in stay:
                 unit.free()
         for unit in self.shared:
@@ -590,7 +569,7 @@ class Root:
         # the engine alone holds it: what raises below must not keep it with its traceback
         iteration.end = ref(_end_of_backward(self))
         for unit in self.units:
-            if EXPLICIT in unit.kept_by:
+            if Need.EXPLICIT in unit.kept_by:
                 unit.end_explicit()
         self._preparation.follow_freezing()  # what `requires_grad` says now decides
         for unit in self.beside:
@@ -639,7 +618,7 @@ class Root:
         if torch.is_grad_enabled():
             # create_graph=True: the new nodes need the parameters, and lie in no call
             iteration.due.build_graph()
-            unit.need(GRAPH)
+            unit.need(Need.GRAPH)
         # another output of it: anew, if it was written to since
         self.order.gather(unit, following, self.step.forward)
 
@@ -664,10 +643,10 @@ class Root:
             if other.step.pending > 0 and (fewer_run or unit.kind is UnitKind.BESIDE):
                 continue
             self._end_unit(other, iteration)
-            if other.step.pending <= 0 and UNSEEN not in other.step.needed_by:
+            if other.step.pending <= 0 and Need.UNSEEN not in other.step.needed_by:
                 self.post_backward.end_unit(other.gradients, iteration.due)
         iteration.active[unit] = None
-        unit.need(BACKWARD)
+        unit.need(Need.BACKWARD)
         self.post_backward.begin_unit(unit.gradients, iteration.due)
         finished = iteration.finished
         if unit in finished:
@@ -680,9 +659,8 @@ class Root:
         """Autograd has accumulated a gradient."""
         due = self.open_backward().due
         if unit.kind is UnitKind.ARRIVAL:
-            self.post_backward.buckets.arrived(
-                param, builds_graph=due.builds_graph
-            )  # may launch a bucket
+            # may launch a bucket
+            self.post_backward.buckets.arrived(param, builds_graph=due.builds_graph)
         elif unit.gradients not in due.to_reduce:
             # a parameter that was read outside of its module, or after the unit was left
             due.come_again(unit.gradients)
@@ -729,7 +707,7 @@ class Root:
             return  # a forward inside of this backward has given up the step
         with self._streams.on(iteration.stream):
             units = {unit.gradients: unit for unit in self.units}
-            unseen = [unit.gradients for unit in self.units if UNSEEN in unit.step.needed_by]
+            unseen = [unit.gradients for unit in self.units if Need.UNSEEN in unit.step.needed_by]
             for gradients in self.post_backward.remaining(iteration.due, unseen):
                 self._end_unit(units[gradients], iteration)
                 self.post_backward.reduce(gradients, iteration.due)
@@ -783,8 +761,8 @@ class Root:
         if not any(unit.step.pending > 0 for unit in self.units):
             self.step.iteration = None
         for unit in self.units:
-            if UNSEEN in unit.step.needed_by:
-                unit.end_need(UNSEEN)
+            if Need.UNSEEN in unit.step.needed_by:
+                unit.end_need(Need.UNSEEN)
                 unit.free()
 
     # --- a second thread -------------------------------------------------------------------------
@@ -851,8 +829,7 @@ class Root:
                 "gradients that were accumulated under no_sync are dropped (unit '%s' and others)",
                 held[0],
             )
-        for error in self.post_backward.drop(due):
-            self._warn(error)
+        errors = self.post_backward.drop(due)
         wait_for_traffic()  # gradients that have landed may be on their way to the host
         for unit in self.units:
             unit.drop_step()
@@ -861,15 +838,14 @@ class Root:
                 try:
                     group.reshard()
                 except CommunicationError as error:
-                    self._warn(error)  # what failed in flight must not keep the rest
-            if EXPLICIT in unit.kept_by:  # `unshard()` outlives a lost step
+                    errors.append(error)  # what failed in flight must not keep the rest
+            if Need.EXPLICIT in unit.kept_by:  # `unshard()` outlives a lost step
                 unit.show()
         for unit in self.shared:  # of several modules, of which the lost forward has called some
             unit.end_forward()
         release_idle_memory(self)
-
-    def _warn(self, error: ComposableError) -> None:
-        logger.warning("while unit '%s' was reset: %s", self.name, first_line(error))
+        for each in errors:
+            logger.warning("while unit '%s' was reset: %s", self.name, first_line(each))
 
     # --- without a backward ----------------------------------------------------------------------
 
@@ -986,7 +962,7 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
             forward is None
             or forward.module is not module
             or not computes
-            or modules_calling("_call_impl", "_call_as_forward").count(module) > 1
+            or modules_inside("_call_impl", "_call_as_forward").count(module) > 1
         ):
             return root
         # an interrupt has ended the forward, in another thread or before it is entered again here

@@ -31,13 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import untraced
 from composable.contract.values import map_tensors, tensors_in
-from composable.engine.gradients.agreed import InputGradMode
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
 from composable.engine.step.observer import OBSERVERS, Observer, notify
 from composable.engine.step.root import Root, plan_root, root_for_call
-from composable.engine.step.unit import BY_HAND, Unit, UnitCall
+from composable.engine.step.unit import Need, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
 from composable.memory.elastic import comes_and_goes
 from composable.tensors.protocol import plain_parts
@@ -287,11 +286,9 @@ class Visit:
             if root.in_step:  # not in the second half of a split backward
                 before = _before_recomputation(root, call)
                 # so that it repeats what its forward did
-                inside = before is None or before.anchors
-                enters = inside and (
-                    unit.trains or root.order.input_grad_mode(unit) is InputGradMode.REQUIRED
-                )
-                call.take_place(None, outermost=False, is_entered=enters)
+                if before is None or before.anchors:
+                    enters = root.order.is_entered(unit)
+                    call.take_place(None, outermost=False, is_entered=enters)
                 for each in OBSERVERS["pre_forward"]:
                     each(root, call)
             unit.unshard()
@@ -391,7 +388,7 @@ def _recomputes(unit: Unit, root: Root) -> bool:
     if not root.eager_because:  # the compiler reduces the gradients
         return runs_again()
     # The second half of a split backward runs outside of a step.
-    return in_backward() and (root.in_step or BY_HAND in unit.step.needed_by)
+    return in_backward() and (root.in_step or Need.BY_HAND in unit.step.needed_by)
 
 
 def end_call(call: UnitCall, *, keep: bool) -> None:
