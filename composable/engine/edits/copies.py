@@ -29,11 +29,10 @@ from composable.contract.naming import module_name
 from composable.contract.tree import states_below
 from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest
-from composable.engine.params.param import STEPPED_BY, ManagedParam, ParamInfo, copy_attributes
+from composable.engine.params.param import STEPPED_BY, ManagedParam, ParamInfo, parameter_like
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import GRADIENT_HOOKS
 from composable.errors import AnnotationError, PhaseError
-from composable.tensors.dtensors import dtensor_parameter
 from composable.tensors.protocol import cloned
 from composable.torch_private import local_of
 
@@ -210,11 +209,7 @@ def _copy_of(param: ManagedParam, memo: dict[Any, Any]) -> nn.Parameter:
     if not isinstance(parameter, DTensor):
         return copy.deepcopy(parameter, memo)
     memo[id(parameter.device_mesh)] = parameter.device_mesh  # of optimizer state, too
-    made = dtensor_parameter(
-        cloned(local_of(parameter)), parameter.device_mesh, parameter.placements,
-        parameter.shape, parameter.stride(), requires_grad=parameter.requires_grad,
-    )  # fmt: skip
-    copy_attributes(parameter, made)
+    made = parameter_like(cloned(local_of(parameter)), parameter, parameter)
     vars(made).pop(STEPPED_BY, None)
     param.info.form.finish_copy(made, memo)
     return made

@@ -34,21 +34,16 @@ from composable.contract.methods import set_method, unbind_method
 from composable.engine.params.param import (
     PLAIN,
     ManagedParam,
-    copy_attributes,
     label_of,
     mesh_of,
     model_group_of,
+    parameter_like,
 )
 from composable.engine.step.observer import called
 from composable.engine.step.prepare import is_called, modules_inside
 from composable.engine.step.unit import Need, Unit, unit_of, written
 from composable.errors import AnnotationError
-from composable.tensors.dtensors import (
-    describe_mesh,
-    dtensor_parameter,
-    gradient_like,
-    is_unreduced,
-)
+from composable.tensors.dtensors import describe_mesh, gradient_like, is_unreduced
 from composable.tensors.protocol import as_class_of, cloned
 from composable.torch_private import CONVERT, local_of
 
@@ -179,11 +174,7 @@ class StateDictHooks:
             # A copy: the full tensor must not live on because of a view of it.
             # Of the class of the shard, as `copy_` would leave it.
             local = as_class_of(local_of(at_rest), cloned(local_of(taken)))
-            parameter = dtensor_parameter(
-                local, taken.device_mesh, taken.placements,
-                taken.shape, taken.stride(), requires_grad=at_rest.requires_grad,
-            )  # fmt: skip
-            copy_attributes(at_rest, parameter)
+            parameter = parameter_like(local, taken, at_rest)
             param.register(parameter)
             self._assigned[param] = key, parameter
             return parameter

@@ -56,7 +56,7 @@ from composable.tensors.dtensors import (
     whole_of,
     wrap,
 )
-from composable.tensors.protocol import cut_along
+from composable.tensors.protocol import as_class_of, cut_along
 from composable.torch_private import (
     SHARDS,
     can_take_data,
@@ -509,6 +509,18 @@ def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     )
 
 
+def parameter_like(local: Tensor, like: DTensor, source: nn.Parameter) -> nn.Parameter:
+    """A parameter around `local` that lies over the ranks as `like` does, with what users have set
+    on `source`.
+    """
+    made = dtensor_parameter(
+        local, like.device_mesh, like.placements,
+        like.shape, like.stride(), requires_grad=source.requires_grad,
+    )  # fmt: skip
+    copy_attributes(source, made)
+    return made
+
+
 def owner_of(parameter: Tensor) -> Owner | None:
     """The unit that manages `parameter`; `unit_of` knows it as one."""
     label = label_of(parameter)
@@ -655,6 +667,42 @@ class ManagedParam:
         if not isinstance(replacement, DTensor):
             self.original = ref(replacement)  # an optimizer that was made before now may hold it
         self.register(replacement)
+
+    def restore(self, plain: nn.Parameter, gradient: Tensor | None) -> None:
+        """Register `plain`, which takes over what users gave to the at-rest parameter."""
+        at_rest = self.at_rest
+        if plain is at_rest:
+            return
+        plain.requires_grad_(at_rest.requires_grad)
+        keep_gradients_in(self.grad_dtype or plain.dtype, plain)
+        plain.grad = gradient
+        copy_attributes(at_rest, plain)
+        move_hooks(at_rest, plain)
+        if self.registered is at_rest:
+            self.register(plain)
+
+    @torch.no_grad()
+    def restore_whole(self, value: Tensor, gradient: Tensor | None) -> None:
+        """The same with a whole value and gradient, which were gathered."""
+        form, at_rest, plain = self.info.form, self.at_rest, self.original()
+        if plain is None or not form.refill(plain, value, at_rest):
+            if isinstance(at_rest, DTensor):
+                value = as_class_of(local_of(at_rest), value)
+            plain = form.compute_parameter(
+                form.laid_out(value, at_rest), requires_grad=at_rest.requires_grad
+            )
+        if gradient is not None:
+            gradient = form.laid_out(gradient, at_rest).to(self.grad_dtype or plain.dtype)
+            gradient = form.shown(gradient)
+        self.restore(plain, gradient)
+
+    def end(self, unit_name: str) -> None:
+        """Its unit, with this name, is removed."""
+        set_label(self.at_rest, self, unit_name, "removed")
+        registered = self.registered
+        if registered is not None:
+            drop_label(registered)
+            keep_gradients_in(self.grad_dtype or registered.dtype, registered)
 
     @property
     def fqn(self) -> str:
@@ -878,11 +926,7 @@ def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
     # before anything changes, since a copy may raise for want of memory
     moved = local_of(gradient).to(local.device) if isinstance(gradient, DTensor) else None
     registered.grad = None
-    made = dtensor_parameter(
-        local, registered.device_mesh, registered.placements,
-        registered.shape, registered.stride(), requires_grad=registered.requires_grad,
-    )  # fmt: skip
-    copy_attributes(registered, made)
+    made = parameter_like(local, registered, registered)
     made.grad_dtype = registered.grad_dtype
     torch.utils.swap_tensors(registered, made)
     if moved is not None:

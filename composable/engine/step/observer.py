@@ -130,28 +130,6 @@ def values_exchanged(*, back: bool) -> None:
     notify(Observer.exchanges_values, back)
 
 
-# The scope that is open and follows steps for ranks without data (`join`); weak, since one that
-# raised is dropped without a word.
-_SCOPES: Final[list[ref[Any]]] = []
-
-
-def open_scope() -> Any:
-    """The scope that is open and follows steps, or None."""
-    return _SCOPES[0]() if _SCOPES else None
-
-
-def follow_steps(scope: object, **answers: Any) -> Callable[[], None]:
-    """`scope` is open from now on, with other answers of `DECISIONS`; returns what ends it."""
-    _SCOPES.append(ref(scope))
-    take_back = DECISIONS.answer(**answers)
-
-    def end() -> None:
-        take_back()
-        _SCOPES.clear()
-
-    return end
-
-
 @dataclass
 class Decisions:
     """What somebody else may answer in place of the engine.
@@ -164,12 +142,15 @@ class Decisions:
             the gradients, or returns why it cannot.
         counts_backwards: whether something counts the backwards that step one of these parameters
             in backward (`local_steps`).
+        scope: the scope that is open and follows steps for ranks without data (`join`), or None; by
+            a weak reference, since one that raised is dropped without a word.
     """
 
     source: Callable[[], int] = int
     by_arrival: Callable[[], bool] = lambda: True
     traced: Callable[[Root], str] = lambda _: "nothing was set up for it"
     counts_backwards: Callable[[Iterable[Tensor]], bool] = lambda _: False
+    scope: Callable[[], Any] = lambda: None
 
     def answer(self, **answers: Any) -> Callable[[], None]:
         """Give other answers from now on; returns what takes them back."""
@@ -179,3 +160,13 @@ class Decisions:
 
 
 DECISIONS: Final = Decisions()
+
+
+def open_scope() -> Any:
+    """The scope that is open and follows steps, or None."""
+    return DECISIONS.scope()
+
+
+def follow_steps(scope: object, **answers: Any) -> Callable[[], None]:
+    """`scope` is open from now on, with other answers of `DECISIONS`; returns what ends it."""
+    return DECISIONS.answer(scope=ref(scope), **answers)

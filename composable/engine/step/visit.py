@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.compilation import untraced
+from composable.compilation import backward_is_compiled, untraced
 from composable.contract.values import map_tensors, tensors_in
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
-from composable.engine.step.compiled import guarded, runs_again
+from composable.engine.step.compiled import guarded
 from composable.engine.step.observer import OBSERVERS, Observer, notify
 from composable.engine.step.root import Root, plan_root, root_for_call
 from composable.engine.step.unit import Need, Unit, UnitCall
@@ -385,8 +385,8 @@ def _recomputes(unit: Unit, root: Root) -> bool:
     backward of its own root. (A model without a root, which checkpointing around it runs again, has
     its first forward there.)
     """
-    if not root.eager_because:  # the compiler reduces the gradients
-        return runs_again()
+    if not root.eager_because:  # the compiler reduces the gradients: there is no iteration
+        return in_backward() or backward_is_compiled()
     # The second half of a split backward runs outside of a step.
     return in_backward() and (root.in_step or Need.BY_HAND in unit.step.needed_by)
 
