@@ -60,7 +60,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -344,9 +344,7 @@ class _Driver(Protocol):
         self, scaled: Callable[[Tensor], Tensor]
     ) -> Sequence[Callable[[], object]]: ...
     def take_buffers(self, source: int) -> None: ...
-    def pass_through(
-        self, module: nn.Module, x: Any, refuse_traced: Callable[[str], NoReturn]
-    ) -> Any: ...
+    def pass_through(self, module: nn.Module, x: Any) -> Any: ...
 
 
 # --- functions, over these -----------------------------------------------------------------------

@@ -43,7 +43,7 @@ class _Copies:
     """What one `copy.deepcopy` has copied. It may meet several annotated modules that lie apart.
 
     Attributes:
-        prepared: units of annotated modules that were met.
+        memoized: units of annotated modules that were met.
         depth: annotated modules whose copying is under way.
         plain: the copy shares the tensors, which are in the memo, and is about to lose its
             annotations.
@@ -99,15 +99,14 @@ class _Copies:
             if duplicate.modules:
                 _follow_places(unit, duplicate, memo)
                 choose_rest(duplicate)  # what is around it may have been copied later
-            elif self.plain:  # only to be removed
-                duplicate.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
-            else:
+                continue
+            duplicate.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
+            if not self.plain:  # which is only to be removed
                 _fill(unit, duplicate, memo)
 
 
 def _fill(unit: Unit, duplicate: Unit, memo: dict[Any, Any]) -> None:
     """Make `duplicate` a unit of the copies of all modules of `unit`."""
-    duplicate.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
     pairs = [
         (param, copy.deepcopy(param, memo)) for param in unit.params if param.registered is not None
     ]

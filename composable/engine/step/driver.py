@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from composable.engine.step.prepare import broadcast_buffers
 from composable.engine.step.root import land_held, launch_held, reset, root_of
 from composable.engine.step.unit import Unit, UnitCall, unit_of
 from composable.engine.step.visit import Visit, end_call, pre_backward
+from composable.errors import PhaseError
 
 
 class StepEvent(enum.IntEnum):
@@ -127,16 +128,14 @@ class Driver:
         """Buffers of replicated units become those of a rank, as in forwards."""
         broadcast_buffers(self._units, source, saved=False)
 
-    def pass_through(
-        self, module: nn.Module, x: Any, refuse_traced: Callable[[str], NoReturn]
-    ) -> Any:
+    def pass_through(self, module: nn.Module, x: Any) -> Any:
         """Make the visits of a forward of `module`, in which each unit below runs once. Returns
         `x`, as other tensors of the graph where backward comes to units.
 
-        Args:
-            refuse_traced: raises, for a unit with this name whose gradients a compiler reduces.
+        Raises:
+            PhaseError: a compiler reduces the gradients.
         """
-        return _pass(module, x, [*self._units], {}, refuse_traced)
+        return _pass(module, x, [*self._units], {})
 
 
 def _enter(unit: Unit, module: nn.Module) -> Visit:
@@ -145,13 +144,7 @@ def _enter(unit: Unit, module: nn.Module) -> Visit:
     return visit
 
 
-def _pass(
-    module: nn.Module,
-    x: Any,
-    units: list[Unit],
-    seen: dict[nn.Module, None],
-    refuse_traced: Callable[[str], NoReturn],
-) -> Any:
+def _pass(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module, None]) -> Any:
     """Visit the units of `module` and below that are still in `units`; take them out."""
     if module in seen:
         return x
@@ -159,16 +152,20 @@ def _pass(
     unit = next((unit for unit in units if module in unit.modules), None)
     if unit is None:
         for child in module.children():
-            x = _pass(child, x, units, seen, refuse_traced)
+            x = _pass(child, x, units, seen)
         return x
     units.remove(unit)
     visit = _enter(unit, module)
     try:
         root = root_of(unit)
         if not root.eager_because:
-            refuse_traced(unit.name)
+            raise PhaseError(
+                "skipped: compiled autograd is on, and each rank's graph reduces the gradients that"
+                f" it has. This rank would have none for unit '{unit.name}', and the others would"
+                " wait. Run backwards of models that skip units without compiled autograd"
+            )
         for child in module.children():
-            x = _pass(child, x, units, seen, refuse_traced)
+            x = _pass(child, x, units, seen)
         anchor = torch.zeros((), device=unit.mesh_info.device, requires_grad=unit.trains)
         # If the parameters train, backward comes to this unit on ranks that compute it. If they are
         # frozen, it does where inputs require gradients: an image tower's do not, though what this
