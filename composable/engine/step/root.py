@@ -350,7 +350,7 @@ class Root:
         except BaseException:
             self.on_error(unit)
             raise
-        enters = inside and self.order.is_entered(unit)
+        enters = inside and (unit.trains or self.order.enters_frozen(unit))
         call.take_place(forward.number, outermost=outermost, is_entered=enters)
         if torch.is_grad_enabled():
             step.history.append(call)
@@ -782,6 +782,14 @@ class Root:
         )
 
     # --- a lost step -----------------------------------------------------------------------------
+    #
+    # | what raised | is noticed by | at once | in the next forward |
+    # |---|---|---|---|
+    # | a forward | `Visit.on_error`, innermost unit first | `on_error`: the outermost resets | - |
+    # | a backward | `BackwardEnd.__del__` | `on_failed_backward` | `give_up_backward` resets |
+    # | KeyboardInterrupt in a forward | nobody | - | `reset_interrupted` |
+    #
+    # `root_for_call` does what the last column says. All of it ends in `reset`.
 
     def on_error(self, unit: Unit) -> None:
         """A forward of `unit`'s module raised; called from the innermost annotated module
@@ -813,8 +821,12 @@ class Root:
             self.reset("its backward did not finish")
 
     def reset(self, why: str = "") -> None:
-        """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop
-        unreduced gradients.
+        """Give up the step.
+
+        1. What must not survive it is in `Step` and `UnitStep`: new ones take their place.
+        2. Wait for what was launched, since all ranks launched the same; forget unreduced
+           gradients, also those under `no_sync` (`PostBackward.drop`).
+        3. Modules hold at-rest parameters, and what was gathered is freed, unless a scope keeps it.
         """
         with _LOSING:
             due, self.step = (self.step.iteration or Iteration(None)).due, Step()

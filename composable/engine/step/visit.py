@@ -276,18 +276,27 @@ class Visit:
     def pre_forward(
         self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True
     ) -> tuple[Any, Any]:
-        """Pre-forward. Not `computes`: the unit takes part in communication only."""
+        """Pre-forward.
+
+        | the call | gathers | then |
+        |---|---|---|
+        | is of a forward | `Root.pre_forward`: the unit, and others ahead | it has a root |
+        | repeats what checkpointing dropped | the unit alone: no order is recorded | it has none |
+
+        Backward needs the unit next after a recomputation, so that nothing is freed behind it.
+
+        Args:
+            computes: False if the unit takes part in communication only.
+        """
         unit, self._is_entering = self.unit, True
         root = unit.root
         if root is not None and _recomputes(unit, root):
-            # Checkpointing runs this forward again: no order is recorded and nothing resharded,
-            # backward needs it next.
             call = UnitCall(unit, unit.step, module, next_node(), None)
             if root.in_step:  # not in the second half of a split backward
                 before = _before_recomputation(root, call)
                 # so that it repeats what its forward did
                 if before is None or before.anchors:
-                    enters = root.order.is_entered(unit)
+                    enters = unit.trains or root.order.enters_frozen(unit)
                     call.take_place(None, outermost=False, is_entered=enters)
                 for each in OBSERVERS["pre_forward"]:
                     each(root, call)
