@@ -3,8 +3,8 @@ is in `order.py`, what is reduced when in `post_backward.py`; docs/tour.md follo
 line.
 
 In this file: what belongs to one step (`Step`, `Iteration`), the end of a backward (`BackwardEnd`),
-`Root` (forward, backward, a lost step, reductions without a backward), and which root a call has
-(`root_for_call`, `plan_root`).
+`Root` (forward, backward, a lost step), which root a call has (`root_for_call`, `plan_root`), and
+reductions without a backward (`launch_held`, `land_held`).
 
 State machine of a `Root`; what may change its phase is in this file, and the phase is what its
 `Step` says. What runs is the forward in row FORWARD, and the backward in row BACKWARD:
@@ -226,12 +226,7 @@ class Root:
     # compiler does.
     eager_because: str = NOT_ON
 
-    def __init__(
-        self,
-        top: Unit,
-        units: Sequence[Unit],
-        shared: Sequence[Unit],
-    ) -> None:
+    def __init__(self, top: Unit, units: Sequence[Unit], shared: Sequence[Unit]) -> None:
         self.top, self.modules = top, top.modules
         self.agreed = agreed_by(units)  # the first forward fills it, and all ranks alike change it
         self.units: list[Unit] = self.agreed.units()
@@ -859,31 +854,6 @@ class Root:
         for each in errors:
             logger.warning("while unit '%s' was reset: %s", self.name, first_line(each))
 
-    # --- without a backward ----------------------------------------------------------------------
-
-    @torch.no_grad()
-    def launch_held(self) -> None:
-        """Launch the reduction of what was accumulated under `no_sync`, without a backward."""
-        land_held([self])
-        try:
-            self.post_backward.compare_held(self.name)
-            self.post_backward.launch_held()
-        except BaseException:
-            self.reset()
-            raise
-        UNLANDED[self] = None
-
-    @torch.no_grad()
-    def land_held(self) -> None:
-        """Wait for what `launch_held` launched."""
-        UNLANDED.pop(self, None)
-        try:
-            self.post_backward.land_held()
-        except BaseException:
-            self.reset()
-            raise
-        wait_for_traffic()
-
 
 # --- which root a call has ----------------------------------------------------------------------
 
@@ -1042,21 +1012,36 @@ def reset(modules: Sequence[nn.Module]) -> None:
         reset_interrupted(root)
 
 
+@torch.no_grad()
 def launch_held(units: Sequence[Unit]) -> list[Root]:
-    """Launch the reduction of what these units accumulated under `no_sync`. Returns their roots,
-    which `land_held` waits for.
+    """Launch the reduction of what these units accumulated under `no_sync`, without a backward.
+    Returns their roots, which `land_held` waits for.
     """
     roots = planned_roots(units)
     for root in roots:
         root.give_up_backward()
-        root.launch_held()
+        land_held([root])
+        try:
+            root.post_backward.compare_held(root.name)
+            root.post_backward.launch_held()
+        except BaseException:
+            root.reset()
+            raise
+        UNLANDED[root] = None
     return roots
 
 
 def land_held(roots: Iterable[Root] = UNLANDED) -> None:
-    """Wait for what `Root.launch_held` launched for these roots, unless it has landed."""
+    """Wait for what `launch_held` launched for these roots, unless it has landed."""
     unlanded = [root for root in roots if root in UNLANDED]
     for root in unlanded:  # nothing is left of it if a hook of a user's has stepped an optimizer
-        root.land_held()
+        UNLANDED.pop(root, None)
+        try:
+            with torch.no_grad():
+                root.post_backward.land_held()
+        except BaseException:
+            root.reset()
+            raise
+        wait_for_traffic()
     if unlanded:
         notify(Observer.gradients_landed)
