@@ -59,8 +59,8 @@ class StateDictHooks:
     A state dict in an `except` block after a failed step is one of at-rest parameters.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, unit: Unit | None = None) -> None:
+        self._unit = unit or Unit()
         self._errors: list[str] = []  # of the call of `load_state_dict` that is under way
         self._to_load = 0  # modules that this call has yet to load before a scope shows them again
         # by module id: parameters, and their names there
@@ -93,7 +93,7 @@ class StateDictHooks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         refuse_pickling(self._unit)
-        return _without_unit, ()
+        return StateDictHooks, ()  # in a pickled part of a replicated module: nothing to do
 
     def _before(self, module: nn.Module, *_: object) -> None:
         show_at_rest(self._unit, module)
@@ -186,11 +186,6 @@ class StateDictHooks:
                 " for them"
             )
         return parameter
-
-
-def _without_unit() -> StateDictHooks:
-    """Hooks in a pickled part of a replicated module have nothing to do."""
-    return StateDictHooks(Unit())
 
 
 @untraced
