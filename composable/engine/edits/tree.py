@@ -2,8 +2,8 @@
 parameters, and the at-rest form of replicated parameters.
 
 `before_removal` and `restore` register whole plain parameters for `remove`: the original parameter
-objects again, if they still exist. These get the gradients,
-attributes and hooks that users have set on the at-rest parameters.
+objects again, if they still exist. These get the gradients, attributes and hooks that users have
+set on the at-rest parameters (`ManagedParam.restore`).
 """
 
 from __future__ import annotations
