@@ -115,7 +115,9 @@ OBSERVERS: Final = Observers()
 def notify(
     event: Callable[Concatenate[Observer, P], None], *args: P.args, **kwargs: P.kwargs
 ) -> None:
-    """Call what observers have in place of this method of `Observer`."""
+    """Call what observers have in place of this method of `Observer`. For events of each unit, the
+    engine looks into `OBSERVERS` itself, which saves a call.
+    """
     for call in OBSERVERS[event.__name__]:
         call(*args, **kwargs)
 
