@@ -60,7 +60,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,6 @@ from composable.api import comm_hooks, scopes
 from composable.comm import Comm, MeshInfo
 from composable.config import MixedPrecisionPolicy
 from composable.contract.tree import Place
-from composable.engine.edits import written as edits
 from composable.engine.edits.loading import warn_of_other_groups as warn_of_other_groups
 from composable.engine.params import param as params
 from composable.engine.params.param import label_of as label_of
@@ -345,9 +344,7 @@ class _Driver(Protocol):
         self, scaled: Callable[[Tensor], Tensor]
     ) -> Sequence[Callable[[], object]]: ...
     def take_buffers(self, source: int) -> None: ...
-    def pass_through(
-        self, module: nn.Module, x: Any, refuse_traced: Callable[[str], NoReturn]
-    ) -> Any: ...
+    def pass_through(self, module: nn.Module, x: Any) -> Any: ...
 
 
 # --- functions, over these -----------------------------------------------------------------------
@@ -375,7 +372,7 @@ def driver_of(units: Sequence[Unit]) -> _Driver:
 
 def lose_step(units: Sequence[Unit]) -> None:
     """Tell that all ranks have lost a step of these units."""
-    observer.lose_step(_of_engine(units))
+    observer.notify(Observer.loses, _of_engine(units))
 
 
 def comms_of_model(units: Sequence[Unit]) -> list[Comm]:
@@ -385,7 +382,7 @@ def comms_of_model(units: Sequence[Unit]) -> list[Comm]:
 
 def at_rest(units: Sequence[Unit]) -> AbstractContextManager[None]:
     """Modules hold parameters at rest in the context, outside of forwards and backwards."""
-    return edits.at_rest(_of_engine(units))
+    return unit.at_rest(_of_engine(units))
 
 
 def require_at_rest(caller: str, units: Sequence[Unit]) -> None:
@@ -403,7 +400,7 @@ def written(units: Iterable[Unit]) -> None:
     no version has counted the write. Gathers units that a scope keeps: all ranks call it, with the
     same units.
     """
-    edits.written(_of_engine(units))
+    unit.written(_of_engine(units))
 
 
 def refuse_extended(what: str, of: Unit) -> None:

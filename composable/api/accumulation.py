@@ -14,9 +14,8 @@ from composable.api.scopes import units_in
 from composable.checked import checked
 from composable.compilation import untraced
 from composable.engine.gradients.grad_bucket import SyncMode
-from composable.engine.step.observer import notify_communication
-from composable.engine.step.plan import launch_held
-from composable.engine.step.root import end_interrupted, land_held
+from composable.engine.step.observer import Observer, notify
+from composable.engine.step.root import end_interrupted, land_held, launch_held
 from composable.errors import PhaseError
 from composable.torch_private import in_backward
 
@@ -118,5 +117,6 @@ def launch_reductions(model: nn.Module) -> Callable[[], None]:
             " it when backward() has returned; or leave it out, and run the last backward outside"
             " of no_sync"
         )
-    notify_communication("reduce", [param.at_rest for unit in units for param in unit.params])
+    managed = [param.at_rest for unit in units for param in unit.params]
+    notify(Observer.communicates, "reduce", managed)
     return partial(land_held, launch_held(units))

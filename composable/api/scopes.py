@@ -19,10 +19,9 @@ from composable.contract.hooks import dispatcher_of
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.params.param_group import ShardedState
 from composable.engine.step.observer import called
-from composable.engine.step.plan import prepare_roots
-from composable.engine.step.root import end_interrupted
+from composable.engine.step.root import end_interrupted, prepare_roots
 from composable.engine.step.root import reset as reset_steps
-from composable.engine.step.unit import EXPLICIT, Unit, units_below
+from composable.engine.step.unit import Need, Unit, units_below
 from composable.errors import NotAnnotatedError, PhaseError, did_you_mean
 
 
@@ -126,7 +125,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
         for unit in units:
             # in its own forward nothing changes: the end of that reshards as usual
             if not unit.step.calls:
-                unit.keep(EXPLICIT)
+                unit.keep(Need.EXPLICIT)
             unit.unshard()
     pending = Unsharding(units)
     if not async_op:
@@ -202,7 +201,9 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     scope = object()
     shows = not any(param.at_rest.grad is not None for unit in units for param in unit.params)
     shown = [
-        unit for unit in units if shows and not unit.step.calls and EXPLICIT not in unit.kept_by
+        unit
+        for unit in units
+        if shows and not unit.step.calls and Need.EXPLICIT not in unit.kept_by
     ]
     try:
         for unit in units:

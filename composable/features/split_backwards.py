@@ -24,9 +24,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from composable.engine.step.observer import OBSERVERS, Observer
-from composable.engine.step.plan import planned_roots
-from composable.engine.step.root import Root
-from composable.engine.step.unit import BY_HAND, Unit, unit_of
+from composable.engine.step.root import Root, planned_roots
+from composable.engine.step.unit import Need, Unit, unit_of
 from composable.errors import OptimizerError
 from composable.torch_private import split_backward_schedule
 
@@ -59,13 +58,14 @@ class _Schedules(Observer):
 def _needs_hooks(units: Sequence[Unit]) -> bool:
     """Whether gradients that are assigned by hand would be lost, or be this rank's alone."""
     return any(
-        BY_HAND not in unit.step.needed_by and (unit.mesh_info.all.size > 1 or unit.computes_apart)
+        Need.BY_HAND not in unit.step.needed_by
+        and (unit.mesh_info.all.size > 1 or unit.computes_apart)
         for unit in units
     )
 
 
 def _is_held(root: Root) -> bool:
-    return BY_HAND in root.units[0].step.needed_by
+    return Need.BY_HAND in root.units[0].step.needed_by
 
 
 @torch.no_grad()
@@ -77,7 +77,7 @@ def hold(root: Root) -> None:
     if root.step.running or not (root in _split_by or _is_held(root)):
         return
     for unit in root.units:
-        unit.need(BY_HAND)
+        unit.need(Need.BY_HAND)
         unit.unshard()
     for unit in root.units:
         unit.wait_for_unshard()
@@ -94,7 +94,7 @@ def end(root: Root) -> None:
     root.post_backward.hold()
     for unit in root.units:
         unit.hide()
-        unit.end_need(BY_HAND)
+        unit.end_need(Need.BY_HAND)
         unit.free()
 
 

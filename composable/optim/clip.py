@@ -40,7 +40,7 @@ from composable.engine.params.param import (
     model_group_of,
     unit_mesh_of,
 )
-from composable.engine.step.observer import notify_communication
+from composable.engine.step.observer import Observer, notify
 from composable.errors import ClippingError, NonFiniteError, kind_of
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.refusals import is_trained, refuse_unreduced
@@ -124,7 +124,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), before"
             " the gradients of the other parameters are there. Clip, or step in backward"
         )
-    notify_communication("clip", parameters, limit, order, error_if_nonfinite)
+    notify(Observer.communicates, "clip", parameters, limit, order, error_if_nonfinite)
     gradients = _LocalGradients(parameters)
     total = gradients.total_norm(order)
     if pp_group is not None:

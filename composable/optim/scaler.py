@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable.contract.values import parameters_of
 from composable.engine.params.param import labels_of, model_group_of
-from composable.engine.step.observer import notify_communication
+from composable.engine.step.observer import Observer, notify
 from composable.errors import OptimizerError
 from composable.optim.clip import alike, groups_sharded_over, reduce_over
 from composable.optim.in_backward import OptimizerInBackward
@@ -121,7 +121,7 @@ def _extended(unscale: Callable[..., Found]) -> Callable[..., Found]:
         parameters = parameters_of(optimizer)
         if not any(labels_of(parameters)):  # other models are torch's
             return unscale(self, optimizer, inv_scale, found_inf, allow_fp16, *args)
-        notify_communication("unscale", parameters, self, inv_scale, allow_fp16)
+        notify(Observer.communicates, "unscale", parameters, self, inv_scale, allow_fp16)
         return unscale_gradients(parameters, inv_scale, allow_fp16)
 
     return unscaled

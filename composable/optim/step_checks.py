@@ -33,10 +33,9 @@ from composable.comm import is_distributed
 from composable.comm.base import tell_when
 from composable.compilation import untraced
 from composable.contract.values import parameters_of
-from composable.engine.edits.written import written
 from composable.engine.params.param import labels_of
 from composable.engine.step.root import ROOTS, UNLANDED, Phase, land_held
-from composable.engine.step.unit import Unit, unit_of
+from composable.engine.step.unit import Unit, unit_of, written
 from composable.errors import OptimizerError
 from composable.features.split_backwards import refuse_split
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward

@@ -23,9 +23,8 @@ from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
 from composable.engine.edits.loading import says_nothing_of_groups
-from composable.engine.edits.written import show_again
 from composable.engine.params.param import mesh_of
-from composable.engine.step.unit import Unit
+from composable.engine.step.unit import Unit, show_again
 from composable.errors import AnnotationError, RanksDisagreeError
 from composable.features.forms import is_packed
 from composable.memory.digests import digests_as_ints

@@ -40,10 +40,9 @@ from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
 from composable.contract.tree import Place
 from composable.contract.values import tensors_in
-from composable.engine.edits.written import written
 from composable.engine.params.param import move_hooks
-from composable.engine.step.plan import planned_roots
-from composable.engine.step.unit import Unit, unit_of
+from composable.engine.step.root import planned_roots
+from composable.engine.step.unit import Unit, unit_of, written
 from composable.errors import (
     ForeignParameterError,
     PhaseError,

@@ -15,8 +15,7 @@ from composable.api.scopes import units_in
 from composable.checked import checked
 from composable.compilation import unwrapped
 from composable.contract.values import map_tensors
-from composable.engine.edits.written import written
-from composable.engine.step.unit import EXPLICIT, Unit
+from composable.engine.step.unit import Need, Unit, written
 from composable.errors import AnnotationError, PhaseError
 from composable.features.groups import refuse_extended
 from composable.memory.offload import HostHome, free_cached_memory, wait_for_traffic
@@ -44,7 +43,7 @@ class HostOffload:
     ) -> None:
         self._model, self._optimizers = module, optimizers
         self._units = units
-        self._shown = [unit for unit in units if EXPLICIT in unit.kept_by]
+        self._shown = [unit for unit in units if Need.EXPLICIT in unit.kept_by]
         # by the ids of host tensors; it holds them, so that these ids stay theirs
         self._hosted: dict[int, tuple[Tensor, torch.device]] = {}
 
@@ -61,7 +60,7 @@ class HostOffload:
             unit.restore()
         units, self._units, self._hosted = self._units, [], {}
         for unit in self._shown if units else ():
-            unit.keep(EXPLICIT)
+            unit.keep(Need.EXPLICIT)
         written(units)
 
     def __enter__(self) -> HostOffload:

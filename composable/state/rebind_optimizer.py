@@ -15,9 +15,8 @@ from composable.checked import checked
 from composable.compilation import unwrapped
 from composable.contract.tree import registered_parameters
 from composable.contract.values import TorchOptimizer
-from composable.engine.edits.written import at_rest
 from composable.engine.params.param import PLAIN, label_of
-from composable.engine.step.unit import unit_of, units_below
+from composable.engine.step.unit import at_rest, unit_of, units_below
 from composable.errors import OptimizerError, few
 from composable.features.forms import mesh_and_placements
 from composable.tensors.dtensors import whole_of, wrap

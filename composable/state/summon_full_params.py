@@ -17,9 +17,8 @@ from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.contract.tree import registered_parameters
-from composable.engine.edits.written import show_again, written
 from composable.engine.params.param import holds_unreduced, keep_gradients_in
-from composable.engine.step.unit import RANK0_ONLY, Unit
+from composable.engine.step.unit import RANK0_ONLY, Unit, show_again, written
 from composable.errors import ForeignParameterError, PhaseError, few
 from composable.state.whole import (
     NamedParam,

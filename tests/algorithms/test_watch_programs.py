@@ -344,7 +344,7 @@ def test_who_keeps_losses_does_not_keep_gradients(tmp_path: Path) -> None:
 
 
 def _reported() -> list[int]:
-    return [len(base._LAUNCHING), *map(len, vars(OBSERVERS).values())]
+    return [len(base._LAUNCHING), *map(len, OBSERVERS.values())]
 
 
 @spmd(ranks=1)

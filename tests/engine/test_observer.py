@@ -87,9 +87,9 @@ def test_an_observer_sees_a_step_in_its_order(pool: Pool, verb: str, expected: s
 def test_nothing_is_called_for_events_that_an_observer_leaves_alone() -> None:
     observers = Observers()
     remove = observers.add(_Noting())
-    assert (len(observers.pre_forward), len(observers.lands_backward)) == (1, 0)
+    assert (len(observers["pre_forward"]), len(observers["lands_backward"])) == (1, 0)
     remove()
-    assert not observers.pre_forward
+    assert not observers["pre_forward"]
 
 
 def test_an_answer_is_taken_back() -> None:

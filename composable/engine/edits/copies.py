@@ -31,7 +31,6 @@ from composable.engine.edits.tree import choose_rest
 from composable.engine.params.param import (
     STEPPED_BY,
     ManagedParam,
-    ParamForm,
     ParamInfo,
     replacement_of,
 )
@@ -49,7 +48,7 @@ class _Copies:
     """What one `copy.deepcopy` has copied. It may meet several annotated modules that lie apart.
 
     Attributes:
-        prepared: units of annotated modules that were met.
+        memoized: units of annotated modules that were met.
         depth: annotated modules whose copying is under way.
         plain: the copy shares the tensors, which are in the memo, and is about to lose its
             annotations.
@@ -83,7 +82,7 @@ class _Copies:
                     # torch copies gradients of subclasses, and fails if these have another dtype
                     gradient, at_rest.grad = at_rest.grad, None
                     try:
-                        memo[id(at_rest)] = _copy_of(at_rest, param.info.form, memo)
+                        memo[id(at_rest)] = _copy_of(param, memo)
                     finally:
                         at_rest.grad = gradient
                 memo[id(param.compute)] = memo[id(at_rest)]  # which modules may hold now
@@ -105,15 +104,14 @@ class _Copies:
             if duplicate.modules:
                 _follow_places(unit, duplicate, memo)
                 choose_rest(duplicate)  # what is around it may have been copied later
-            elif self.plain:  # only to be removed
-                duplicate.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
-            else:
+                continue
+            duplicate.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
+            if not self.plain:  # which is only to be removed
                 _fill(unit, duplicate, memo)
 
 
 def _fill(unit: Unit, duplicate: Unit, memo: dict[Any, Any]) -> None:
     """Make `duplicate` a unit of the copies of all modules of `unit`."""
-    duplicate.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
     pairs = [
         (param, copy.deepcopy(param, memo)) for param in unit.params if param.registered is not None
     ]
@@ -209,12 +207,13 @@ def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     return operator.getitem, ([plain], 0)
 
 
-def _copy_of(parameter: nn.Parameter, form: ParamForm, memo: dict[Any, Any]) -> nn.Parameter:
+def _copy_of(param: ManagedParam, memo: dict[Any, Any]) -> nn.Parameter:
     """Torch's copy of a `DTensor` has a copy of the mesh."""
+    parameter = param.at_rest
     if not isinstance(parameter, DTensor):
         return copy.deepcopy(parameter, memo)
     memo[id(parameter.device_mesh)] = parameter.device_mesh  # of optimizer state, too
     made = replacement_of(parameter, wrap_like(cloned(local_of(parameter)), parameter))
     vars(made).pop(STEPPED_BY, None)
-    form.finish_copy(made, memo)
+    param.info.form.finish_copy(made, memo)
     return made

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import untraced
 from composable.contract.contract import Method, drop_attribute, unbind_method
-from composable.engine.edits.written import written
 from composable.engine.params.param import (
     PLAIN,
     ManagedParam,
@@ -40,8 +39,8 @@ from composable.engine.params.param import (
     replacement_of,
 )
 from composable.engine.step.observer import called
-from composable.engine.step.prepare import is_called, modules_calling
-from composable.engine.step.unit import EXPLICIT, Unit, unit_of
+from composable.engine.step.prepare import is_called, modules_inside
+from composable.engine.step.unit import Need, Unit, unit_of, written
 from composable.errors import AnnotationError
 from composable.tensors.dtensors import (
     describe_mesh,
@@ -64,8 +63,8 @@ class StateDictHooks:
     A state dict in an `except` block after a failed step is one of at-rest parameters.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, unit: Unit | None = None) -> None:
+        self._unit = unit or Unit()
         self._errors: list[str] = []  # of the call of `load_state_dict` that is under way
         self._to_load = 0  # modules that this call has yet to load before a scope shows them again
         # by module id: parameters, and their names there
@@ -98,7 +97,7 @@ class StateDictHooks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         refuse_pickling(self._unit)
-        return _without_unit, ()
+        return StateDictHooks, ()  # in a pickled part of a replicated module: nothing to do
 
     def _before(self, module: nn.Module, *_: object) -> None:
         show_at_rest(self._unit, module)
@@ -125,8 +124,8 @@ class StateDictHooks:
                 for place in param.info.places:
                     self._here.setdefault(id(place.module), []).append((param, place.name))
             self._to_load = 0
-            if EXPLICIT in self._unit.kept_by and not self._unit.step.calls:
-                top = [*modules_calling("load_state_dict"), module][0]
+            if Need.EXPLICIT in self._unit.kept_by and not self._unit.step.calls:
+                top = [*modules_inside("load_state_dict"), module][0]
                 # one that is registered twice is loaded twice
                 found = [id(each) for _, each in top.named_modules(remove_duplicate=False)]
                 self._to_load = sum(map(self._here.__contains__, found))
@@ -191,11 +190,6 @@ class StateDictHooks:
                 " for them"
             )
         return parameter
-
-
-def _without_unit() -> StateDictHooks:
-    """Hooks in a pickled part of a replicated module have nothing to do."""
-    return StateDictHooks(Unit())
 
 
 @untraced

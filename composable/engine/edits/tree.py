@@ -2,8 +2,8 @@
 parameters, and the at-rest form of replicated parameters.
 
 `before_removal` and `restore` register whole plain parameters for `remove`: the original parameter
-objects again, if they still exist. These get the gradients,
-attributes and hooks that users have set on the at-rest parameters.
+objects again, if they still exist. These get the gradients, attributes and hooks that users have
+set on the at-rest parameters (`ManagedParam.restore`).
 """
 
 from __future__ import annotations
@@ -14,25 +14,15 @@ from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.contract.contract import on_undo
 from composable.contract.tree import Place
 from composable.engine.gradients.unit_gradients import UnitKind
-from composable.engine.params.param import (
-    ManagedParam,
-    ParamInfo,
-    copy_attributes,
-    drop_label,
-    keep_gradients_in,
-    move_hooks,
-    set_label,
-)
+from composable.engine.params.param import ManagedParam, ParamInfo
 from composable.engine.step.unit import Unit, rename_below, units_below, without_shards
 from composable.errors import PhaseError
-from composable.tensors.protocol import as_class_of
 from composable.torch_private import local_of
 
 # A value and its gradient.
@@ -71,14 +61,10 @@ def restore(unit: Unit) -> None:
             gradient = param.at_rest.grad
             if isinstance(gradient, DTensor):
                 gradient = local_of(gradient)
-            _restore(param, param.own, gradient)
+            param.restore(param.own, gradient)
         elif whole:
-            _restore_whole(param, *whole[index])
-        set_label(param.at_rest, param, unit.name, "removed")
-        registered = param.registered
-        if registered is not None:
-            drop_label(registered)
-            keep_gradients_in(param.grad_dtype or registered.dtype, registered)
+            param.restore_whole(*whole[index])
+        param.end(unit.name)
     leave_tree(unit)
 
 
@@ -87,35 +73,6 @@ def _whole(param: ManagedParam) -> _Gathered:
     form, at_rest = param.info.form, param.at_rest
     value = form.unsharded(at_rest)
     return value, None if at_rest.grad is None else form.unsharded(at_rest.grad)
-
-
-@torch.no_grad()
-def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) -> None:
-    form, at_rest, plain = param.info.form, param.at_rest, param.original()
-    if plain is None or not form.refill(plain, value, at_rest):
-        if isinstance(at_rest, DTensor):
-            value = as_class_of(local_of(at_rest), value)
-        plain = form.compute_parameter(
-            form.laid_out(value, at_rest), requires_grad=at_rest.requires_grad
-        )
-    if gradient is not None:
-        gradient = form.laid_out(gradient, at_rest).to(param.grad_dtype or plain.dtype)
-        gradient = form.shown(gradient)
-    _restore(param, plain, gradient)
-
-
-def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) -> None:
-    """Register `plain`, which takes over what users gave to the at-rest parameter."""
-    at_rest = param.at_rest
-    if plain is at_rest:
-        return
-    plain.requires_grad_(at_rest.requires_grad)
-    keep_gradients_in(param.grad_dtype or plain.dtype, plain)
-    plain.grad = gradient
-    copy_attributes(at_rest, plain)
-    move_hooks(at_rest, plain)
-    if param.registered is at_rest:
-        param.register(plain)
 
 
 def settle(

@@ -55,7 +55,7 @@ from composable.tensors.dtensors import (
     wrap,
     wrap_like,
 )
-from composable.tensors.protocol import cut_along
+from composable.tensors.protocol import as_class_of, cut_along
 from composable.torch_private import (
     SHARDS,
     can_take_data,
@@ -591,6 +591,15 @@ class ManagedParam:
     def __deepcopy__(self, memo: dict[int, Any]) -> ManagedParam:
         return ManagedParam.__new__(ManagedParam)  # the copy of its unit starts it
 
+    def set_labels(self, unit_name: str, owner: object) -> None:
+        """Label its forms, as those of a parameter of the unit with this name."""
+        original = self.original()
+        if original is not None and original is not self.own:
+            set_label(original, self, unit_name, "original", owner)
+        set_label(self.compute, self, unit_name, "compute")
+        # also where it is the same object
+        set_label(self.at_rest, self, unit_name, "at_rest", owner)
+
     def start_as(self, original: ManagedParam, info: ParamInfo) -> None:
         """As the copy of `original`."""
         ManagedParam.__init__(self, info)
@@ -631,6 +640,42 @@ class ManagedParam:
         if not isinstance(replacement, DTensor):
             self.original = ref(replacement)  # an optimizer that was made before now may hold it
         self.register(replacement)
+
+    def restore(self, plain: nn.Parameter, gradient: Tensor | None) -> None:
+        """Register `plain`, which takes over what users gave to the at-rest parameter."""
+        at_rest = self.at_rest
+        if plain is at_rest:
+            return
+        plain.requires_grad_(at_rest.requires_grad)
+        keep_gradients_in(self.grad_dtype or plain.dtype, plain)
+        plain.grad = gradient
+        copy_attributes(at_rest, plain)
+        move_hooks(at_rest, plain)
+        if self.registered is at_rest:
+            self.register(plain)
+
+    @torch.no_grad()
+    def restore_whole(self, value: Tensor, gradient: Tensor | None) -> None:
+        """The same with a whole value and gradient, which were gathered."""
+        form, at_rest, plain = self.info.form, self.at_rest, self.original()
+        if plain is None or not form.refill(plain, value, at_rest):
+            if isinstance(at_rest, DTensor):
+                value = as_class_of(local_of(at_rest), value)
+            plain = form.compute_parameter(
+                form.laid_out(value, at_rest), requires_grad=at_rest.requires_grad
+            )
+        if gradient is not None:
+            gradient = form.laid_out(gradient, at_rest).to(self.grad_dtype or plain.dtype)
+            gradient = form.shown(gradient)
+        self.restore(plain, gradient)
+
+    def end(self, unit_name: str) -> None:
+        """Its unit, with this name, is removed."""
+        set_label(self.at_rest, self, unit_name, "removed")
+        registered = self.registered
+        if registered is not None:
+            drop_label(registered)
+            keep_gradients_in(self.grad_dtype or registered.dtype, registered)
 
     @property
     def fqn(self) -> str:

@@ -19,7 +19,6 @@ from composable.compilation import backward_is_compiled, backward_will_be_compil
 from composable.contract.values import map_tensors
 from composable.engine.step.observer import DECISIONS
 from composable.errors import DifferentiationError
-from composable.torch_private import in_backward
 
 if TYPE_CHECKING:
     from composable.engine.step.root import Root
@@ -45,13 +44,6 @@ def refuse_compiled(root: Root) -> None:
     """Raise if the compiler runs this backward."""
     if backward_is_compiled():
         _refuse(root)
-
-
-def runs_again() -> bool:
-    """Whether a forward runs inside of a backward whose gradients the compiler reduces. Such a
-    backward has no iteration.
-    """
-    return in_backward() or backward_is_compiled()
 
 
 def _refuse(root: Root) -> NoReturn:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,11 @@ from composable.contract.values import map_tensors
 from composable.engine.gradients.agreed import InputGradMode
 from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.params.param import hook_gradients
-from composable.engine.step.plan import launch_held, root_of
 from composable.engine.step.prepare import broadcast_buffers
-from composable.engine.step.root import land_held, reset
+from composable.engine.step.root import land_held, launch_held, reset, root_of
 from composable.engine.step.unit import Unit, UnitCall, unit_of
 from composable.engine.step.visit import Visit, end_call, pre_backward
+from composable.errors import PhaseError
 
 
 class StepEvent(enum.IntEnum):
@@ -103,7 +103,8 @@ class Driver:
         try:
             with torch.enable_grad():
                 anchor = torch.zeros((), device=self._units[0].mesh_info.device, requires_grad=True)
-                outcome = _Followed.apply(anchor, follow)  # type: ignore[no-untyped-call]
+                outcome = anchor.clone()
+                outcome.register_hook(lambda _: follow())
                 outcome.backward()
         finally:
             for unit in self._units:
@@ -127,28 +128,14 @@ class Driver:
         """Buffers of replicated units become those of a rank, as in forwards."""
         broadcast_buffers(self._units, source, saved=False)
 
-    def pass_through(
-        self, module: nn.Module, x: Any, refuse_traced: Callable[[str], NoReturn]
-    ) -> Any:
+    def pass_through(self, module: nn.Module, x: Any) -> Any:
         """Make the visits of a forward of `module`, in which each unit below runs once. Returns
         `x`, as other tensors of the graph where backward comes to units.
 
-        Args:
-            refuse_traced: raises, for a unit with this name whose gradients a compiler reduces.
+        Raises:
+            PhaseError: a compiler reduces the gradients.
         """
-        return _pass(module, x, [*self._units], {}, refuse_traced)
-
-
-class _Followed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, follow: Callable[[], None]) -> Tensor:
-        ctx.follow = follow
-        return anchor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
-        ctx.follow()
-        return None, None
+        return _pass(module, x, [*self._units], {})
 
 
 def _enter(unit: Unit, module: nn.Module) -> Visit:
@@ -157,13 +144,7 @@ def _enter(unit: Unit, module: nn.Module) -> Visit:
     return visit
 
 
-def _pass(
-    module: nn.Module,
-    x: Any,
-    units: list[Unit],
-    seen: dict[nn.Module, None],
-    refuse_traced: Callable[[str], NoReturn],
-) -> Any:
+def _pass(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module, None]) -> Any:
     """Visit the units of `module` and below that are still in `units`; take them out."""
     if module in seen:
         return x
@@ -171,16 +152,20 @@ def _pass(
     unit = next((unit for unit in units if module in unit.modules), None)
     if unit is None:
         for child in module.children():
-            x = _pass(child, x, units, seen, refuse_traced)
+            x = _pass(child, x, units, seen)
         return x
     units.remove(unit)
     visit = _enter(unit, module)
     try:
         root = root_of(unit)
         if not root.eager_because:
-            refuse_traced(unit.name)
+            raise PhaseError(
+                "skipped: compiled autograd is on, and each rank's graph reduces the gradients that"
+                f" it has. This rank would have none for unit '{unit.name}', and the others would"
+                " wait. Run backwards of models that skip units without compiled autograd"
+            )
         for child in module.children():
-            x = _pass(child, x, units, seen, refuse_traced)
+            x = _pass(child, x, units, seen)
         anchor = torch.zeros((), device=unit.mesh_info.device, requires_grad=unit.trains)
         # If the parameters train, backward comes to this unit on ranks that compute it. If they are
         # frozen, it does where inputs require gradients: an image tower's do not, though what this

@@ -9,8 +9,8 @@ process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 from weakref import ref
 
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from composable.engine.step.root import Root
     from composable.engine.step.unit import Unit, UnitCall
+
+P = ParamSpec("P")
 
 
 class Observer:
@@ -84,39 +86,25 @@ class Observer:
         """A KeyboardInterrupt has ended the forwards of this thread, and called no hook."""
 
 
-@dataclass(eq=False)
-class Observers:
-    """The observers' methods, by event."""
+class Observers(dict[str, list[Callable[..., None]]]):
+    """The observers' methods, by event: what `Observer` has are the events."""
 
-    begins_forward: list[Callable[[Root], None]] = field(default_factory=list)
-    pre_forward: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
-    post_forward: list[Callable[[Root, UnitCall, bool], None]] = field(default_factory=list)
-    raises: list[Callable[[Root, UnitCall, BaseException], None]] = field(default_factory=list)
-    opens_backward: list[Callable[[Root], None]] = field(default_factory=list)
-    pre_backward: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
-    gradient_came: list[Callable[[Unit], None]] = field(default_factory=list)
-    ends_backward: list[Callable[[Root], None]] = field(default_factory=list)
-    lands_backward: list[Callable[[Root], None]] = field(default_factory=list)
-    gradients_landed: list[Callable[[], None]] = field(default_factory=list)
-    communicates: list[Callable[..., None]] = field(default_factory=list)
-    calls: list[Callable[[str], None]] = field(default_factory=list)
-    exchanges_values: list[Callable[[bool], None]] = field(default_factory=list)
-    loses: list[Callable[[Sequence[Unit]], None]] = field(default_factory=list)
-    interrupted: list[Callable[[], None]] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__({event: [] for event in vars(Observer) if not event.startswith("_")})
 
     def add(self, observer: Observer) -> Callable[[], None]:
         """Notify `observer` from now on; returns what ends it."""
-        added: list[tuple[list[Any], Any]] = [
+        added = [
             (observers, getattr(observer, event))
-            for event, observers in vars(self).items()
+            for event, observers in self.items()
             if getattr(type(observer), event) is not getattr(Observer, event)
         ]
-        for observers, notify in added:
-            observers.append(notify)
+        for observers, call in added:
+            observers.append(call)
 
         def remove() -> None:
-            for observers, notify in added:
-                observers.remove(notify)
+            for observers, call in added:
+                observers.remove(call)
 
         return remove
 
@@ -124,55 +112,24 @@ class Observers:
 OBSERVERS: Final = Observers()
 
 
-def notify_communication(what: str, parameters: Sequence[Tensor], *args: Any) -> None:
-    """A function is about to communicate over the gradients of `parameters`."""
-    for notify in OBSERVERS.communicates:
-        notify(what, parameters, *args)
+def notify(
+    event: Callable[Concatenate[Observer, P], None], *args: P.args, **kwargs: P.kwargs
+) -> None:
+    """Call what observers have in place of this method of `Observer`. For events of each unit, the
+    engine looks into `OBSERVERS` itself, which saves a call.
+    """
+    for call in OBSERVERS[event.__name__]:
+        call(*args, **kwargs)
 
 
 def called(what: str) -> None:
     """A function that all ranks call begins: before it does anything."""
-    for notify in OBSERVERS.calls:
-        notify(what)
+    notify(Observer.calls, what)
 
 
 def values_exchanged(*, back: bool) -> None:
     """See `Observer.exchanges_values`."""
-    for notify in OBSERVERS.exchanges_values:
-        notify(back)
-
-
-def lose_step(units: Sequence[Unit]) -> None:
-    """All ranks know that a step of these units was lost."""
-    for notify in OBSERVERS.loses:
-        notify(units)
-
-
-def gradients_landed() -> None:
-    for notify in OBSERVERS.gradients_landed:
-        notify()
-
-
-# The scope that is open and follows steps for ranks without data (`join`); weak, since one that
-# raised is dropped without a word.
-_SCOPES: Final[list[ref[Any]]] = []
-
-
-def open_scope() -> Any:
-    """The scope that is open and follows steps, or None."""
-    return _SCOPES[0]() if _SCOPES else None
-
-
-def follow_steps(scope: object, **answers: Any) -> Callable[[], None]:
-    """`scope` is open from now on, with other answers of `DECISIONS`; returns what ends it."""
-    _SCOPES.append(ref(scope))
-    take_back = DECISIONS.answer(**answers)
-
-    def end() -> None:
-        take_back()
-        _SCOPES.clear()
-
-    return end
+    notify(Observer.exchanges_values, back)
 
 
 @dataclass
@@ -187,12 +144,15 @@ class Decisions:
             the gradients, or returns why it cannot.
         counts_backwards: whether something counts the backwards that step one of these parameters
             in backward (`local_steps`).
+        scope: the scope that is open and follows steps for ranks without data (`join`), or None; by
+            a weak reference, since one that raised is dropped without a word.
     """
 
     source: Callable[[], int] = int
     by_arrival: Callable[[], bool] = lambda: True
     traced: Callable[[Root], str] = lambda _: "nothing was set up for it"
     counts_backwards: Callable[[Iterable[Tensor]], bool] = lambda _: False
+    scope: Callable[[], Any] = lambda: None
 
     def answer(self, **answers: Any) -> Callable[[], None]:
         """Give other answers from now on; returns what takes them back."""
@@ -202,3 +162,13 @@ class Decisions:
 
 
 DECISIONS: Final = Decisions()
+
+
+def open_scope() -> Any:
+    """The scope that is open and follows steps, or None."""
+    return DECISIONS.scope()
+
+
+def follow_steps(scope: object, **answers: Any) -> Callable[[], None]:
+    """`scope` is open from now on, with other answers of `DECISIONS`; returns what ends it."""
+    return DECISIONS.answer(scope=ref(scope), **answers)

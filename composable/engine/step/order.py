@@ -162,6 +162,10 @@ class GatherOrder:
         """How ranks computed a frozen unit last, while these units trained."""
         return self.agreed.modes.get(self.training, {}).get(unit.relations.number, _UNKNOWN)
 
+    def enters_frozen(self, unit: Unit) -> bool:
+        """Whether backward enters a frozen unit, on all ranks: its inputs require gradients."""
+        return self.input_grad_mode(unit) is InputGradMode.REQUIRED
+
     def learn(self, forward: Forward) -> list[Unit]:
         """A forward ends. Returns its own order, if it says something of the next ones.
 

@@ -3,6 +3,18 @@ adopt it or refuse it by name. `broadcast_buffers` gives replicated units one ra
 
 Nearly always nothing happened, so everything is compared in a few calls that run in C; only a
 difference is looked into.
+
+| since the last forward | what happens |
+|---|---|
+| parameters were replaced, moved or cast | their unit is built anew around them (`_adopt`) |
+| parameters were frozen or unfrozen | compute parameters follow (`Unit.follow`) |
+| one parameter was registered in several units | one of these units gets it (`follow_ties`) |
+| a place outside of a unit was tied to a parameter that is gathered or cast | refused |
+| trainable parameters were added below a unit | refused: every rank would train its own |
+| a forward has cast what was gathered | refused, and gathered anew |
+| forward hooks were cleared | refused |
+| DDP came around, or an optimizer of torch's that steps in backward | refused |
+| a process group was made, and the annotation knows none | refused |
 """
 
 from __future__ import annotations
@@ -15,7 +27,6 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter, call, is_, is_not
 from traceback import walk_stack
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet, ref
 
@@ -45,51 +56,8 @@ from composable.torch_private import active_ddp, as_tensors, innermost, local_of
 if TYPE_CHECKING:
     from composable.engine.step.root import Root
 
-_BROADCAST: Final = Launch("broadcast of buffers")
-
-
-@outside_transforms
-def broadcast_buffers(units: Sequence[Unit], source: int = 0, *, saved: bool) -> None:
-    """Buffers of replicated units follow one rank, in forwards with gradients only, as with DDP.
-
-    The values are written into the tensors that users hold, on hosts only where they differ.
-
-    Args:
-        saved: an earlier forward waits for its backward, and may have saved the buffers. Then a
-            buffer is replaced.
-    """
-    # One message per kind; a buffer that modules share stays one.
-    messages: dict[
-        tuple[Comm, torch.dtype, torch.device], dict[int, tuple[Tensor, list[Place]]]
-    ] = {}
-    for unit in units:
-        comm = unit.mesh_info.all
-        for place in unit.spec.broadcast_buffers if comm.size > 1 else ():
-            buffer = place.module._buffers.get(place.name)
-            if buffer is not None and buffer.numel():
-                members = messages.setdefault((comm, buffer.dtype, buffer.device), {})
-                members.setdefault(id(buffer), (buffer, []))[1].append(place)
-    for (comm, _, _), members in messages.items():
-        with torch.no_grad(), torch.inference_mode(False):
-            message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members.values()])
-            comm.broadcast([message], _BROADCAST, source)
-        pieces = message.split([buffer.numel() for buffer, _ in members.values()])
-        for (buffer, places), piece in (
-            zip(members.values(), pieces, strict=True) if comm.rank != source else ()
-        ):
-            received = piece.view(buffer.shape)
-            if not comm.traits.on_stream and torch.equal(buffer, received):
-                continue  # where a stream is, to compare would make the host wait
-            if saved:
-                received = received.clone()  # no view of the message, which other buffers share
-                for place in places:
-                    place.module._buffers[place.name] = received
-            else:
-                with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-                    buffer.copy_(received)
-
-
 logger = logging.getLogger("composable")
+_BROADCAST: Final = Launch("broadcast of buffers")
 _is_alive: Final = partial(is_not, None)
 _WARNED: Final[WeakSet[nn.Module]] = WeakSet()  # models that `_warn_of_unmanaged_around` has named
 Holder = tuple[Unit, ManagedParam]
@@ -111,6 +79,13 @@ class Preparation:
     def run(self) -> None:
         """Raise for what cannot be computed with; rebuild the groups of units whose parameters
         changed.
+
+        1. What the rows of the last time do not show is looked at: DDP, and in the first forward
+           with gradients the parameters around.
+        2. If these rows are as they were, nothing else is looked into.
+        3. Ties that came later are followed, and parameters that no unit manages refused.
+        4. Each unit is looked into.
+        5. New rows are written down, if all of it was seen.
         """
         root = self._root
         ddp = active_ddp()
@@ -147,6 +122,9 @@ class Preparation:
             self._note(around, unmanaged)
 
     def _note(self, around: Iterable[Unit], unmanaged: list[nn.Parameter]) -> None:
+        """All is in order: write down rows of what was found, which `_unchanged` looks for again,
+        each by its function.
+        """
         params = [param for unit in self._root.units for param in unit.params]
         places = [place for param in params for place in param.info.places]
         tables = [place.module._parameters for place in places]
@@ -324,7 +302,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
 
     Blocks do not know the model; it is the outermost module whose forward is on the stack.
     """
-    model = [root.modules[0], *modules_calling("_call_impl", "forward")][-1]
+    model = [root.modules[0], *modules_inside("_call_impl", "forward")][-1]
     if model in root.modules or model in _WARNED:
         return
     _WARNED.add(model)
@@ -352,20 +330,19 @@ _is_a_call: Final = re.compile(
 ).fullmatch
 
 
-def modules_calling(*functions: str, frame: FrameType | None = None) -> list[nn.Module]:
-    """The modules whose functions of these names are on the stack, the innermost first; on that of
-    another thread, from its `frame` on.
-    """
-    found = [each.f_locals for each, _ in walk_stack(frame) if each.f_code.co_name in functions]
+def modules_inside(*functions: str) -> list[nn.Module]:
+    """The modules whose functions of these names are on the stack, the innermost first."""
+    found = [each.f_locals for each, _ in walk_stack(None) if each.f_code.co_name in functions]
     owners = [names.get("self", names.get("module")) for names in found]
     return [owner for owner in owners if isinstance(owner, nn.Module)]
 
 
-def is_called(modules: Iterable[nn.Module]) -> bool:
-    """Whether a forward of one of these is on the stack of any thread: a KeyboardInterrupt and a
-    SystemExit end forwards, of which torch does not tell their hooks.
+def is_called(modules: Iterable[nn.Module], thread: int | None = None) -> bool:
+    """Whether a forward of one of these is on the stack of a thread; None: of any. A
+    KeyboardInterrupt and a SystemExit end forwards, of which torch does not tell their hooks.
     """
-    frames = (frame for stack in sys._current_frames().values() for frame, _ in walk_stack(stack))
+    stacks = [stack for each, stack in sys._current_frames().items() if thread in (None, each)]
+    frames = [frame for stack in stacks for frame, _ in walk_stack(stack)]
     found = [frame.f_locals for frame in frames if _is_a_call(frame.f_code.co_name)]
     called = [names.get("self", names.get("module")) for names in found]
     return any(module is each for module in modules for each in called)
@@ -591,3 +568,47 @@ def _places(unit: Unit) -> dict[Place, Place]:
         for place, _ in registered_parameters(module, prefix, stop=()):
             found.setdefault(place, place)
     return found
+
+
+# --- buffers of replicated units -----------------------------------------------------------------
+
+
+@outside_transforms
+def broadcast_buffers(units: Sequence[Unit], source: int = 0, *, saved: bool) -> None:
+    """Buffers of replicated units follow one rank, in forwards with gradients only, as with DDP.
+
+    The values are written into the tensors that users hold, on hosts only where they differ.
+
+    Args:
+        saved: an earlier forward waits for its backward, and may have saved the buffers. Then a
+            buffer is replaced.
+    """
+    # One message per kind; a buffer that modules share stays one.
+    messages: dict[
+        tuple[Comm, torch.dtype, torch.device], dict[int, tuple[Tensor, list[Place]]]
+    ] = {}
+    for unit in units:
+        comm = unit.mesh_info.all
+        for place in unit.spec.broadcast_buffers if comm.size > 1 else ():
+            buffer = place.module._buffers.get(place.name)
+            if buffer is not None and buffer.numel():
+                members = messages.setdefault((comm, buffer.dtype, buffer.device), {})
+                members.setdefault(id(buffer), (buffer, []))[1].append(place)
+    for (comm, _, _), members in messages.items():
+        with torch.no_grad(), torch.inference_mode(False):
+            message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members.values()])
+            comm.broadcast([message], _BROADCAST, source)
+        pieces = message.split([buffer.numel() for buffer, _ in members.values()])
+        for (buffer, places), piece in (
+            zip(members.values(), pieces, strict=True) if comm.rank != source else ()
+        ):
+            received = piece.view(buffer.shape)
+            if not comm.traits.on_stream and torch.equal(buffer, received):
+                continue  # where a stream is, to compare would make the host wait
+            if saved:
+                received = received.clone()  # no view of the message, which other buffers share
+                for place in places:
+                    place.module._buffers[place.name] = received
+            else:
+                with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
+                    buffer.copy_(received)

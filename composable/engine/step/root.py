@@ -1,9 +1,10 @@
-"""The phases of one step: which units are entered and left, and freed when. Which root a call has
-is in `plan.py`, what is gathered ahead in `order.py`, what is reduced when in `post_backward.py`;
-docs/tour.md follows a step line by line.
+"""The phases of one step: which units are entered and left, and freed when. What is gathered ahead
+is in `order.py`, what is reduced when in `post_backward.py`; docs/tour.md follows a step line by
+line.
 
 In this file: what belongs to one step (`Step`, `Iteration`), the end of a backward (`BackwardEnd`),
-and `Root`: forward, backward, a lost step, reductions without a backward.
+`Root` (forward, backward, a lost step), which root a call has (`root_for_call`, `plan_root`), and
+reductions without a backward (`launch_held`, `land_held`).
 
 State machine of a `Root`; what may change its phase is in this file, and the phase is what its
 `Step` says. What runs is the forward in row FORWARD, and the backward in row BACKWARD:
@@ -46,11 +47,12 @@ import enum
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock, get_ident
 from threading import enumerate as enumerate_threads
+from traceback import walk_stack
 from typing import Any, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
@@ -62,32 +64,16 @@ from composable.comm.ledger import debug_enabled
 from composable.compilation import untraced
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch
-from composable.engine.gradients.agreed import InputGradMode, agreed_by
+from composable.engine.gradients.agreed import agreed_by
 from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ManagedParam
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
-from composable.engine.step.observer import DECISIONS, OBSERVERS, gradients_landed
+from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer, notify
 from composable.engine.step.order import CLOCK, REMEMBERED, Forward, GatherOrder
-from composable.engine.step.prepare import Preparation, broadcast_buffers, is_called
-from composable.engine.step.unit import (
-    BACKWARD,
-    EXPLICIT,
-    GRAPH,
-    LENT,
-    ROOT_RUNS,
-    UNSEEN,
-    Unit,
-    UnitCall,
-    units_below,
-)
-from composable.errors import (
-    CommunicationError,
-    ComposableError,
-    DifferentiationError,
-    PhaseError,
-    first_line,
-)
+from composable.engine.step.prepare import Preparation, broadcast_buffers, is_called, modules_inside
+from composable.engine.step.unit import Need, Unit, UnitCall, rename_below, unit_of, units_below
+from composable.errors import CommunicationError, DifferentiationError, PhaseError, first_line
 from composable.memory.elastic import keep_idle_memory, release_idle_memory
 from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
@@ -184,7 +170,7 @@ class BackwardEnd:
                 for root in self.roots:
                     root.finish_backward()
             self.roots = []
-            gradients_landed()
+            notify(Observer.gradients_landed)
         except BaseException:
             self._restore()  # now: the traceback keeps this object
             raise
@@ -240,19 +226,12 @@ class Root:
     # compiler does.
     eager_because: str = NOT_ON
 
-    def __init__(
-        self,
-        top: Unit,
-        units: Sequence[Unit],
-        shared: Sequence[Unit],
-        root_of: Callable[[Unit], Root],  # `plan.root_of`, for those that are shared
-    ) -> None:
+    def __init__(self, top: Unit, units: Sequence[Unit], shared: Sequence[Unit]) -> None:
         self.top, self.modules = top, top.modules
         self.agreed = agreed_by(units)  # the first forward fills it, and all ranks alike change it
         self.units: list[Unit] = self.agreed.units()
         self.order = GatherOrder(self.units, self.agreed)
         self.step = Step()
-        self._root_of = root_of
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
         self.post_backward = PostBackward([unit.gradients for unit in self.units], self.agreed)
         # replicated units next to shards
@@ -366,9 +345,7 @@ class Root:
         except BaseException:
             self.on_error(unit)
             raise
-        enters = inside and (
-            unit.trains or self.order.input_grad_mode(unit) is InputGradMode.REQUIRED
-        )
+        enters = inside and (unit.trains or self.order.enters_frozen(unit))
         call.take_place(forward.number, outermost=outermost, is_entered=enters)
         if torch.is_grad_enabled():
             step.history.append(call)
@@ -395,8 +372,8 @@ class Root:
         self._give_up_kept(grad=grad)
         explicit = self._hide()
         try:
-            for notify in OBSERVERS.begins_forward if grad else ():
-                notify(self)
+            if grad:
+                notify(Observer.begins_forward, self)
             self.prepare()
         except BaseException:
             for unit in explicit:  # what is refused here ends no `unshard()`
@@ -426,7 +403,9 @@ class Root:
 
     def _give_up_kept(self, *, grad: bool) -> None:
         """A forward begins: give up what no backward will need."""
-        if not any(unit.step.pending > 0 or GRAPH in unit.step.needed_by for unit in self.units):
+        if not any(
+            unit.step.pending > 0 or Need.GRAPH in unit.step.needed_by for unit in self.units
+        ):
             # outputs were detached; what that forward has kept may have been written to since
             self.end_unseen()
         if self.step.iteration is not None:
@@ -434,10 +413,10 @@ class Root:
         # Graphs of gradient penalties end with a forward with gradients, or a write, when a
         # backward without create_graph=True has ended the step.
         for unit in self.units:
-            if GRAPH in unit.step.needed_by and (
+            if Need.GRAPH in unit.step.needed_by and (
                 grad or any(group.is_stale for group in unit.groups)
             ):
-                unit.end_need(GRAPH)
+                unit.end_need(Need.GRAPH)
 
     def _hide(self) -> list[Unit]:
         """Modules hold at-rest parameters. Returns the units that `unshard()` has shown; after it,
@@ -446,7 +425,7 @@ class Root:
         for unit in self.units:
             if unit.step.to_run:  # a shared `[norm, head]`, between the two
                 unit.swap_out()
-        explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
+        explicit = [unit for unit in self.units if Need.EXPLICIT in unit.kept_by]
         for unit in explicit:
             unit.hide()
         return explicit
@@ -481,9 +460,9 @@ class Root:
             if unit.gathers and (unit.trains or unit.step.pending > 0):
                 iteration.finished.append(unit)
             if keep:
-                unit.need(UNSEEN)
+                unit.need(Need.UNSEEN)
         elif keep:
-            unit.need(LENT)
+            unit.need(Need.LENT)
         if not keep and not unit.must_stay:
             self._reshard_after_forward(unit, iteration, grad=grad)
         if not self.step.running:
@@ -531,18 +510,20 @@ class Root:
         if (entered := self.order.learn(forward)) and grad:
             iteration.entered = entered
         self.step.forward = None
-        waits = any(unit.step.pending > 0 or UNSEEN in unit.step.needed_by for unit in self.units)
+        waits = any(
+            unit.step.pending > 0 or Need.UNSEEN in unit.step.needed_by for unit in self.units
+        )
         if not waits and iteration.end is None:
             self.step.iteration = None
         for unit in self.beside:
-            unit.end_need(ROOT_RUNS)
+            unit.end_need(Need.ROOT_RUNS)
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
         for unit in self.units:
             # otherwise the forward of a model around this unit of several modules goes on
             if unit.step.to_run and not self._is_called_by_another(unit):
                 unit.end_forward()
-            if LENT in unit.step.needed_by:
-                unit.end_need(LENT)
+            if Need.LENT in unit.step.needed_by:
+                unit.end_need(Need.LENT)
             if unit not in stay:
                 unit.free()
         for unit in self.shared:
@@ -573,8 +554,7 @@ class Root:
         if self.runs_elsewhere and self._streams.here() is None:  # a device's backward is in others
             self.refuse_second_thread(self.step.thread.get(None))
         land_held([self])
-        for notify in OBSERVERS.opens_backward:
-            notify(self)
+        notify(Observer.opens_backward, self)
         # buckets may be launched while gradients arrive
         by_arrival = DECISIONS.by_arrival() and self._takes_part_alone()
         if iteration is None:
@@ -584,7 +564,7 @@ class Root:
         # the engine alone holds it: what raises below must not keep it with its traceback
         iteration.end = ref(_end_of_backward(self))
         for unit in self.units:
-            if EXPLICIT in unit.kept_by:
+            if Need.EXPLICIT in unit.kept_by:
                 unit.end_explicit()
         self._preparation.follow_freezing()  # what `requires_grad` says now decides
         for unit in self.beside:
@@ -595,7 +575,7 @@ class Root:
             # recomputation differs from a forward only while its root is in a step. One with shards
             # that has no root was not computed since the tree changed.
             if unit.root is not None or unit.kind is UnitKind.ARRIVAL:
-                self._root_of(unit).open_backward()
+                root_of(unit).open_backward()
         return iteration
 
     def _backward_iteration(self) -> Iteration | None:
@@ -624,8 +604,8 @@ class Root:
             if call.number in iteration.read_at_rest:
                 self._refuse_read_at_rest(*iteration.read_at_rest[call.number])
             iteration.in_forward = call.number
-        for notify in OBSERVERS.pre_backward:
-            notify(self, call)
+        for each in OBSERVERS["pre_backward"]:
+            each(self, call)
         call.note_backward()
         following: Iterable[Unit] = ()
         if unit not in iteration.active:
@@ -633,7 +613,7 @@ class Root:
         if torch.is_grad_enabled():
             # create_graph=True: the new nodes need the parameters, and lie in no call
             iteration.due.build_graph()
-            unit.need(GRAPH)
+            unit.need(Need.GRAPH)
         # another output of it: anew, if it was written to since
         self.order.gather(unit, following, self.step.forward)
 
@@ -658,10 +638,10 @@ class Root:
             if other.step.pending > 0 and (fewer_run or unit.kind is UnitKind.BESIDE):
                 continue
             self._end_unit(other, iteration)
-            if other.step.pending <= 0 and UNSEEN not in other.step.needed_by:
+            if other.step.pending <= 0 and Need.UNSEEN not in other.step.needed_by:
                 self.post_backward.end_unit(other.gradients, iteration.due)
         iteration.active[unit] = None
-        unit.need(BACKWARD)
+        unit.need(Need.BACKWARD)
         self.post_backward.begin_unit(unit.gradients, iteration.due)
         finished = iteration.finished
         if unit in finished:
@@ -674,14 +654,12 @@ class Root:
         """Autograd has accumulated a gradient."""
         due = self.open_backward().due
         if unit.kind is UnitKind.ARRIVAL:
-            self.post_backward.buckets.arrived(
-                param, builds_graph=due.builds_graph
-            )  # may launch a bucket
+            # may launch a bucket
+            self.post_backward.buckets.arrived(param, builds_graph=due.builds_graph)
         elif unit.gradients not in due.to_reduce:
             # a parameter that was read outside of its module, or after the unit was left
             due.come_again(unit.gradients)
-            for notify in OBSERVERS.gradient_came:
-                notify(unit)
+            notify(Observer.gradient_came, unit)
 
     def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated on an at-rest parameter, and not on the form that modules
@@ -718,14 +696,13 @@ class Root:
         """Backward is at its end: launch what was not launched. Waits only where a launch needs it
         (first stages of hybrid meshes).
         """
-        for notify in OBSERVERS.ends_backward:
-            notify(self)
+        notify(Observer.ends_backward, self)
         iteration = self._backward_iteration()
         if iteration is None:
             return  # a forward inside of this backward has given up the step
         with self._streams.on(iteration.stream):
             units = {unit.gradients: unit for unit in self.units}
-            unseen = [unit.gradients for unit in self.units if UNSEEN in unit.step.needed_by]
+            unseen = [unit.gradients for unit in self.units if Need.UNSEEN in unit.step.needed_by]
             for gradients in self.post_backward.remaining(iteration.due, unseen):
                 self._end_unit(units[gradients], iteration)
                 self.post_backward.reduce(gradients, iteration.due)
@@ -735,8 +712,7 @@ class Root:
         """Land everything and end the iteration. What an open forward or a new graph still needs
         passes to a new one.
         """
-        for notify in OBSERVERS.lands_backward:
-            notify(self)
+        notify(Observer.lands_backward, self)
         iteration = self._backward_iteration()
         if iteration is None:
             return  # see `launch_remaining`
@@ -779,8 +755,8 @@ class Root:
         if not any(unit.step.pending > 0 for unit in self.units):
             self.step.iteration = None
         for unit in self.units:
-            if UNSEEN in unit.step.needed_by:
-                unit.end_need(UNSEEN)
+            if Need.UNSEEN in unit.step.needed_by:
+                unit.end_need(Need.UNSEEN)
                 unit.free()
 
     # --- a second thread -------------------------------------------------------------------------
@@ -800,6 +776,14 @@ class Root:
         )
 
     # --- a lost step -----------------------------------------------------------------------------
+    #
+    # | what raised | is noticed by | at once | in the next forward |
+    # |---|---|---|---|
+    # | a forward | `Visit.on_error`, innermost unit first | `on_error`: the outermost resets | - |
+    # | a backward | `BackwardEnd.__del__` | `on_failed_backward` | `give_up_backward` resets |
+    # | KeyboardInterrupt in a forward | nobody | - | `reset_interrupted` |
+    #
+    # `root_for_call` does what the last column says. All of it ends in `reset`.
 
     def on_error(self, unit: Unit) -> None:
         """A forward of `unit`'s module raised; called from the innermost annotated module
@@ -831,8 +815,12 @@ class Root:
             self.reset("its backward did not finish")
 
     def reset(self, why: str = "") -> None:
-        """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop
-        unreduced gradients.
+        """Give up the step.
+
+        1. What must not survive it is in `Step` and `UnitStep`: new ones take their place.
+        2. Wait for what was launched, since all ranks launched the same; forget unreduced
+           gradients, also those under `no_sync` (`PostBackward.drop`).
+        3. Modules hold at-rest parameters, and what was gathered is freed, unless a scope keeps it.
         """
         with _LOSING:
             due, self.step = (self.step.iteration or Iteration(None)).due, Step()
@@ -847,8 +835,7 @@ class Root:
                 "gradients that were accumulated under no_sync are dropped (unit '%s' and others)",
                 held[0],
             )
-        for error in self.post_backward.drop(due):
-            self._warn(error)
+        errors = self.post_backward.drop(due)
         wait_for_traffic()  # gradients that have landed may be on their way to the host
         for unit in self.units:
             unit.drop_step()
@@ -857,44 +844,144 @@ class Root:
                 try:
                     group.reshard()
                 except CommunicationError as error:
-                    self._warn(error)  # what failed in flight must not keep the rest
-            if EXPLICIT in unit.kept_by:  # `unshard()` outlives a lost step
+                    errors.append(error)  # what failed in flight must not keep the rest
+            if Need.EXPLICIT in unit.kept_by:  # `unshard()` outlives a lost step
                 unit.show()
         for unit in self.shared:  # of several modules, of which the lost forward has called some
             unit.end_forward()
         release_idle_memory(self)
+        for each in errors:
+            logger.warning("while unit '%s' was reset: %s", self.name, first_line(each))
 
-    def _warn(self, error: ComposableError) -> None:
-        logger.warning("while unit '%s' was reset: %s", self.name, first_line(error))
 
-    # --- without a backward ----------------------------------------------------------------------
-
-    @torch.no_grad()
-    def launch_held(self) -> None:
-        """Launch the reduction of what was accumulated under `no_sync`, without a backward."""
-        land_held([self])
-        try:
-            self.post_backward.compare_held(self.name)
-            self.post_backward.launch_held()
-        except BaseException:
-            self.reset()
-            raise
-        UNLANDED[self] = None
-
-    @torch.no_grad()
-    def land_held(self) -> None:
-        """Wait for what `launch_held` launched."""
-        UNLANDED.pop(self, None)
-        try:
-            self.post_backward.land_held()
-        except BaseException:
-            self.reset()
-            raise
-        wait_for_traffic()
+# --- which root a call has ----------------------------------------------------------------------
 
 
 def roots_of(units: Iterable[Unit]) -> list[Root]:
     return [root for root in dict.fromkeys(unit.root for unit in units) if root is not None]
+
+
+def plan_root(unit: Unit) -> Root:
+    """Plan the modules of `unit` and what is below them as one tree: when the outermost annotated
+    module is called, and again after a unit or a module came or went below it.
+
+    1. Find the units: those below the modules, and those that are replicated next to shards
+       elsewhere, if modules below read a parameter of theirs. Units that are or were below another
+       annotated model, too, are shared: they have a root of their own, whichever model calls them,
+       because one object must reduce the gradients of a parameter.
+    2. Name the units below the modules.
+    3. Their former roots give up backwards that have raised. A former root of the same units goes
+       on: modules that are not annotated have changed.
+    4. Otherwise make a root, which the units follow from now on.
+
+    A plan depends on annotations only, and not on which models are alive, because ranks may collect
+    a dropped model at different times.
+    """
+    units = units_below(unit.modules)
+    relations = unit.relations
+    inside = (each.relations.number for each in relations.below)
+    known = {relations.number, *relations.around, *inside}
+    shared = [
+        each
+        for each in units
+        if not known.issuperset(each.relations.around.keys() - {each.relations.number})
+    ]
+    owners = [unit_of(each) for module in unit.modules for each in module.parameters()]
+    units += [owner for owner in owners if owner is not None and owner.kind is UnitKind.BESIDE]
+    units = [each for each in dict.fromkeys(units) if each not in shared]
+    rename_below(unit.modules, units)
+    for former in roots_of(units):
+        if not in_backward():  # checkpointing runs a part again: the backward goes on
+            former.give_up_backward()
+        if former.top is unit and set(former.units) == set(units):
+            former.watch_tree(shared)
+            return former
+    root = Root(unit, units, shared)
+    for each in units:
+        each.follow_root(root)
+    for each in shared:
+        each.relations.share()
+    return root
+
+
+def root_of(unit: Unit) -> Root:
+    """The root that `unit` has, or gets."""
+    return unit.root or plan_root(unit)
+
+
+def planned_roots(units: Sequence[Unit]) -> list[Root]:
+    """The roots of these units; units that have none get one."""
+    for unit in units:
+        root_of(unit)
+    return roots_of(units)
+
+
+def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
+    """The root of a forward of `module` that begins.
+
+    | the root of `unit` | is |
+    |---|---|
+    | none | planned |
+    | in a forward of this thread, which calls `unit` | kept |
+    | in a forward of another thread, which is in it | refused: a step is one thread's |
+    | in a forward that an interrupt has ended without a word | reset |
+    | in a backward of another thread | refused |
+    | in a backward that raised | reset |
+    | in no forward, and modules below have changed | planned anew |
+    """
+    root = unit.root
+    if root is None:
+        return plan_root(unit)
+    if root.step.running:
+        first, forward = root.step.thread.get(None), root.step.forward
+        if first != get_ident() and not in_backward():
+            if forward is None or is_called([forward.module], first):  # None: it begins or ends
+                root.refuse_second_thread(first)
+        # `join` and `skipped` enter it without a call on the stack. A forward may call itself, or
+        # `generate` is called in the role of one.
+        elif (
+            forward is None
+            or forward.module is not module
+            or not computes
+            or modules_inside("_call_impl", "_call_as_forward").count(module) > 1
+        ):
+            return root
+        # an interrupt has ended the forward, in another thread or before it is entered again here
+        reset_interrupted(root, "its forward did not end", entering=module)
+    else:
+        if root.phase is Phase.BACKWARD and not in_backward() and (first := _runs_backward()):
+            root.refuse_second_thread(first)
+        root.give_up_backward()
+    # from where it was planned, as on ranks whose modules are as before
+    if root.tree_changed() and plan_root(root.top) is not root:
+        root.forget()
+    return root_of(unit)
+
+
+def _runs_backward() -> int | None:
+    """Another thread that waits in a backward."""
+    for thread, frame in sys._current_frames().items():
+        names = [each.f_code.co_name for each, _ in walk_stack(frame)]
+        if thread != get_ident() and "_engine_run_backward" in names:
+            return thread
+    return None
+
+
+def prepare_roots(units: Sequence[Unit]) -> None:
+    """These are about to be gathered outside of forwards. Follow what users have changed now, on
+    all ranks: a forward of one rank alone would gather again what it finds changed.
+    """
+    with torch.no_grad():
+        for root in planned_roots(units):
+            # what is shown, offloaded or between two of its modules holds other tensors, on purpose
+            if root.phase in (Phase.IDLE, Phase.WAITING) and not any(
+                unit.kept_by or unit.shown_by or unit.is_offloaded or unit.step.to_run
+                for unit in root.units
+            ):
+                root.prepare()
+
+
+# --- a lost step, and reductions without a backward ---------------------------------------------
 
 
 def reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = None) -> None:
@@ -905,8 +992,7 @@ def reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = No
         each.reset(why)
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
-    for notify in OBSERVERS.interrupted:
-        notify()
+    notify(Observer.interrupted)
 
 
 def end_interrupted(units: Iterable[Unit]) -> None:
@@ -925,10 +1011,36 @@ def reset(modules: Sequence[nn.Module]) -> None:
         reset_interrupted(root)
 
 
+@torch.no_grad()
+def launch_held(units: Sequence[Unit]) -> list[Root]:
+    """Launch the reduction of what these units accumulated under `no_sync`, without a backward.
+    Returns their roots, which `land_held` waits for.
+    """
+    roots = planned_roots(units)
+    for root in roots:
+        root.give_up_backward()
+        land_held([root])
+        try:
+            root.post_backward.compare_held(root.name)
+            root.post_backward.launch_held()
+        except BaseException:
+            root.reset()
+            raise
+        UNLANDED[root] = None
+    return roots
+
+
 def land_held(roots: Iterable[Root] = UNLANDED) -> None:
-    """Wait for what `Root.launch_held` launched for these roots, unless it has landed."""
+    """Wait for what `launch_held` launched for these roots, unless it has landed."""
     unlanded = [root for root in roots if root in UNLANDED]
     for root in unlanded:  # nothing is left of it if a hook of a user's has stepped an optimizer
-        root.land_held()
+        UNLANDED.pop(root, None)
+        try:
+            with torch.no_grad():
+                root.post_backward.land_held()
+        except BaseException:
+            root.reset()
+            raise
+        wait_for_traffic()
     if unlanded:
-        gradients_landed()
+        notify(Observer.gradients_landed)

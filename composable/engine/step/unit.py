@@ -28,7 +28,8 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -42,6 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
+from composable.compilation import untraced
 from composable.config import MixedPrecisionPolicy
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
@@ -53,7 +55,6 @@ from composable.engine.params.param import (
     ParameterSwap,
     ParamInfo,
     owner_of,
-    set_label,
 )
 from composable.engine.params.param_group import (
     Grouping,
@@ -69,11 +70,26 @@ from composable.torch_private import in_backward, locals_of
 if TYPE_CHECKING:
     from composable.engine.step.root import Root  # which a unit tells what changed
 
-# The reason for modules to hold whole parameters outside of forwards, after `unshard` or in
-# `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a backward.
-EXPLICIT: Final = "unshard()"
 # `Unit.shown_by` of a scope in which ranks hold different things
 RANK0_ONLY: Final = "summon_full_params(rank0_only=True)"
+
+
+class Need:
+    """Why the parameters of a unit stay as they are, see the table at the top of this file."""
+
+    # In `Unit.kept_by`. Modules hold whole parameters outside of forwards, too, after `unshard` or
+    # in `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a
+    # backward.
+    EXPLICIT: Final = "unshard()"
+    # the others in `UnitStep.needed_by`
+    BACKWARD: Final = "backward is in the unit"
+    # An output aliases a parameter, or none was found to watch.
+    UNSEEN: Final = "backward may come to the unit unseen"
+    # An output of a call inside of the root's aliases a parameter.
+    LENT: Final = "the forward around it may read the parameters"
+    GRAPH: Final = "backward may go through a graph of create_graph=True"
+    BY_HAND: Final = "split backwards bring gradients, outside of forwards and backwards"
+    ROOT_RUNS: Final = "the root computes, and may read the parameters at any time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +178,6 @@ class UnitCall:
         if self.waits:
             self.waits = False
             self.step.pending -= 1
-
-
-# Reasons for a unit's parameters to stay as they are, `UnitStep.needed_by`.
-BACKWARD: Final = "backward is in the unit"
-# An output aliases a parameter, or none was found to watch.
-UNSEEN: Final = "backward may come to the unit unseen"
-# An output of a call inside of the root's aliases a parameter.
-LENT: Final = "the forward around it may read the parameters"
-GRAPH: Final = "backward may go through a graph of create_graph=True"
-BY_HAND: Final = "split backwards bring gradients, outside of forwards and backwards"
-ROOT_RUNS: Final = "the root computes, and may read the parameters at any time"
 
 
 @dataclass(slots=True, eq=False)
@@ -454,7 +459,7 @@ class Unit:
     @property
     def is_in_backward(self) -> bool:
         """Whether backward is in the unit, and needs its parameters."""
-        return BACKWARD in self.step.needed_by
+        return Need.BACKWARD in self.step.needed_by
 
     @property
     def forward_number(self) -> int | None:
@@ -485,12 +490,7 @@ class Unit:
             group.rename(fqn)
         self.gradients.rename(fqn)
         for param in self.params:
-            original = param.original()
-            if original is not None and original is not param.own:
-                set_label(original, param, fqn, "original", self)
-            set_label(param.compute, param, fqn, "compute")
-            # also where it is the same object
-            set_label(param.at_rest, param, fqn, "at_rest", self)
+            param.set_labels(fqn, self)
 
     @property
     def computes_apart(self) -> bool:
@@ -521,7 +521,7 @@ class Unit:
         """
         if not self._is_in or runs or in_backward():
             return
-        if module is None or EXPLICIT not in self.kept_by:
+        if module is None or Need.EXPLICIT not in self.kept_by:
             self.swap_out()
             return
         self._swap.swap_out_at(module)
@@ -530,7 +530,7 @@ class Unit:
 
     def end_show_at_rest(self, module: nn.Module) -> None:
         """After `show_at_rest`, once the entries of `module` are in a state dict."""
-        if self._is_in and EXPLICIT in self.kept_by and not self.step.calls:
+        if self._is_in and Need.EXPLICIT in self.kept_by and not self.step.calls:
             self._swap.swap_in_at(module)
             for buffers in self._buffers:
                 buffers.show()
@@ -546,8 +546,12 @@ class Unit:
         and next to shards for as long as the root computes.
         """
         step = self.step
-        computes = step.calls or step.to_run or not {BACKWARD, ROOT_RUNS}.isdisjoint(step.needed_by)
-        if self._is_in and not computes and EXPLICIT not in self.kept_by:
+        computes = (
+            step.calls
+            or step.to_run
+            or not {Need.BACKWARD, Need.ROOT_RUNS}.isdisjoint(step.needed_by)
+        )
+        if self._is_in and not computes and Need.EXPLICIT not in self.kept_by:
             self.swap_out()
 
     # --- unshard and reshard ---------------------------------------------------------------------
@@ -596,7 +600,7 @@ class Unit:
                     group.note_written()
 
     def note_written(self) -> None:
-        """All ranks have written to parameters at rest, see `engine/edits/written.py`."""
+        """All ranks have written to parameters at rest, see `written`."""
         for group in self.groups:
             group.note_written()
 
@@ -621,7 +625,7 @@ class Unit:
         """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask,
         unless these are out of date.
         """
-        self.kept_by[EXPLICIT] = None
+        self.kept_by[Need.EXPLICIT] = None
         if self.is_unsharded and not any(group.is_stale for group in self.groups):
             self.swap_in()
 
@@ -629,7 +633,7 @@ class Unit:
         """Modules hold what `unshard()` and scopes ask for, after a call that needed what is at
         rest.
         """
-        if EXPLICIT in self.kept_by and not self.step.calls and not self.shown_by:
+        if Need.EXPLICIT in self.kept_by and not self.step.calls and not self.shown_by:
             self.show()
 
     def show_whole(self, scope: str) -> None:
@@ -648,7 +652,7 @@ class Unit:
 
     def end_explicit(self) -> None:
         """A step uses what `unshard()` has gathered, and frees it as usual."""
-        del self.kept_by[EXPLICIT]
+        del self.kept_by[Need.EXPLICIT]
         for param in self.refrozen():
             trains = param.compute.requires_grad
             param.at_rest.requires_grad_(trains)
@@ -660,7 +664,7 @@ class Unit:
         Modules have held compute parameters for longer than a forward: `requires_grad_` and
         `model.to(...)` in that time mean the at-rest ones.
         """
-        if EXPLICIT not in self.kept_by:
+        if Need.EXPLICIT not in self.kept_by:
             return
         self.end_explicit()
         if self.step.calls:
@@ -717,7 +721,7 @@ class Unit:
         Args:
             in_forward: a forward runs around the backward.
         """
-        self.step.needed_by.pop(BACKWARD, None)
+        self.step.needed_by.pop(Need.BACKWARD, None)
         if not in_forward:
             self.step.to_run = {}  # a recomputation ran some of its modules only
         self.hold_at_rest()
@@ -730,10 +734,10 @@ class Unit:
         """
         step = self.step
         if not goes_on:
-            step.needed_by.pop(UNSEEN, None)
+            step.needed_by.pop(Need.UNSEEN, None)
             step.pending = 0  # none is expected by the forwards that have been
         if not in_forward:
-            step.needed_by.pop(ROOT_RUNS, None)
+            step.needed_by.pop(Need.ROOT_RUNS, None)
         if self._is_in or step.to_run or step.needed_by:
             self.post_backward(in_forward=in_forward)
 
@@ -746,7 +750,7 @@ class Unit:
 
     def show_in_root(self) -> None:
         """A forward or backward of the root begins, and may read the parameters at any time."""
-        self.need(ROOT_RUNS)
+        self.need(Need.ROOT_RUNS)
         self.unshard()
         self.wait_for_unshard()
         self.swap_in()
@@ -924,3 +928,48 @@ def unit_of(parameter: Tensor) -> Unit | None:
     owner = owner_of(parameter)
     assert owner is None or isinstance(owner, Unit)
     return owner
+
+
+# --- after calls between steps that all ranks make -----------------------------------------------
+
+
+@untraced
+def written(units: Iterable[Unit]) -> None:
+    """Tell `units` that their parameters at rest have new values, on all ranks: a call that all
+    ranks make has written to them. Such calls write to local tensors, for example to step shards.
+    No version counter distinguishes these writes from a write of one rank alone, and no message may
+    depend on such a write (`param_group.py`).
+
+    Whatever is gathered of them is out of date. Units that a scope keeps are gathered again at
+    once, since each rank may call them in an order of its own there, and modules hold what the
+    scope shows. So all ranks call this, with the same units.
+    """
+    units = list(units)
+    for unit in units:
+        unit.note_written()
+    kept = [unit for unit in units if unit.kept_by]
+    for unit in kept:
+        unit.unshard()
+    for unit in kept:
+        unit.wait_for_unshard()
+    show_again(kept)
+
+
+@contextmanager
+def at_rest(units: Sequence[Unit]) -> Iterator[None]:
+    """Let modules hold parameters at rest inside, but for those of a forward or backward that is
+    under way; then what scopes show.
+    """
+    for unit in units:
+        if not unit.step.calls and not in_backward():
+            unit.swap_out()
+    try:
+        yield
+    finally:
+        show_again(units)
+
+
+def show_again(units: Iterable[Unit]) -> None:
+    """Let modules hold again what scopes show, after a call that looked at parameters at rest."""
+    for unit in units:
+        unit.show_again()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
 from composable.checked import checked
 from composable.compilation import untraced, unwrapped
-from composable.errors import PhaseError
 from composable.seams import driver_of, units_in
 
 T = TypeVar("T")
@@ -47,13 +46,5 @@ def skipped(module: nn.Module, x: T) -> T:
     module = unwrapped(module)
     if not (units := units_in(module)):
         return x
-    y: T = driver_of(units).pass_through(module, x, _refuse_traced)
+    y: T = driver_of(units).pass_through(module, x)
     return y
-
-
-def _refuse_traced(unit_name: str) -> NoReturn:
-    raise PhaseError(
-        "skipped: compiled autograd is on, and each rank's graph reduces the gradients that it has."
-        f" This rank would have none for unit '{unit_name}', and the others would wait. Run"
-        " backwards of models that skip units without compiled autograd"
-    )
