@@ -57,8 +57,9 @@ class Inside:
 
 def build(contender: str, options: argparse.Namespace) -> Measure:
     """One training step per call: seconds of the clock and of the processor."""
-    from composable import Watch, watch
     from composable.extras.watch.events import _Bracket, _StepObserver
+
+    from composable import Watch, watch
     from composable.extras.watch.rank_observer import RankObserver
 
     device = device_of(options)

@@ -1,32 +1,48 @@
 """`watch`: what goes wrong in a step is named before it spreads.
 
-A step, from `watch` to a finding: `events.py` notifies `RankObserver` of forwards, backwards and
-messages. `RankObserver` looks at values (`checks.py`) and digests (`agreement.py`). Before the
-optimizer steps, which all ranks do, `Watch.end_step` exchanges the first finding of each rank: two
-integers, and the text (`findings.py`) only if there is a finding. Operators of a unit run again at
-once (`repeat.py`); calls that are kept (`calls.py`) run again from a folder (`incident.py`,
-`replay.py`).
+A step, from `watch` to a finding: `_Bracket` and `_StepObserver` notify `RankObserver` of forwards,
+backwards and messages. `RankObserver` looks at values (`findings.py`) and digests (`agreement.py`).
+Before the optimizer steps, which all ranks do, `Watch.end_step` exchanges the first finding of each
+rank: two integers, and the text only if there is a finding. Operators of a unit run again at once
+(`repeat.py`); calls that are kept run again from a folder (`incident.py`, `replay.py`).
+
+| event                                      | notified by                     | to               |
+|--------------------------------------------|---------------------------------|------------------|
+| a forward begins, units are entered, left  | `_StepObserver`, of `OBSERVERS` | `RankObserver`   |
+| a module is about to compute, has computed | `_Bracket`                      | `RankObserver`   |
+| backward comes to a unit, and ends         | `_StepObserver`                 | `RankObserver`   |
+| a message is launched                      | `_StepObserver.launching`       | `RankObserver`   |
+| gradients have landed, are unscaled        | `_StepObserver`                 | `Watch`          |
+| an optimizer steps                         | `_before_step`                  | `Watch.end_step` |
+| `together` has lost the step               | `_StepObserver`                 | `RankObserver`   |
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Literal, Self
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
 
 from composable.checked import NonNegativeInt, PositiveInt
 from composable.comm import is_distributed
+from composable.comm.base import Columns, GroupComm, observe_launches
 from composable.comm.launch import Launch
-from composable.compilation import unwrapped
-from composable.contract.tree import names_below
+from composable.compilation import untraced, unwrapped
+from composable.contract.hooks import detach, dispatcher_of
+from composable.contract.tree import annotation_of, names_below
+from composable.contract.values import parameters_of
 from composable.errors import (
     AlreadyAnnotatedError,
     NonFiniteError,
@@ -34,7 +50,7 @@ from composable.errors import (
     RanksDisagreeError,
     unit_name,
 )
-from composable.extras.watch import events, incident
+from composable.extras.watch import incident
 from composable.extras.watch.findings import (
     HINT,
     Finding,
@@ -43,17 +59,24 @@ from composable.extras.watch.findings import (
     not_reproduced,
     overflow,
 )
-from composable.extras.watch.rank_observer import RankObserver
+from composable.extras.watch.rank_observer import RankObserver, message_of
 from composable.extras.watch.repeat import Repeat
 from composable.seams import (
+    Call,
+    Observer,
+    Root,
+    Stepping,
     Unit,
     checked_on_all_ranks,
     comms_of_model,
+    is_part_of_backward,
+    label_of,
     observe,
     open_scope,
     stepped_in_backward,
     units_in,
 )
+from composable.torch_private import step_hooks
 
 logger = logging.getLogger("composable")
 
@@ -63,6 +86,12 @@ _NEVER: Final = (1 << 62) - 1  # later than every clock
 _LAUNCH: Final = Launch("exchange of what watch has found")
 # A scaler that begins at 2 ** 16 and halves is at 1 by then: infinities are not the scale's.
 _EXPECTED_IN_A_ROW: Final = 24
+_NAME: Final = "watch"  # of brackets
+# As they began, since they communicate in turn. Weak: brackets of a model have its watch.
+_OPEN: Final[list[ReferenceType[Watch]]] = []
+# What ends that they are notified: models that nobody watches would pay for it, too.
+_LISTENING: Final[list[Callable[[], object]]] = []
+_HOOKED: Final[WeakSet[Optimizer]] = WeakSet()
 _ERRORS: Final[dict[str, type[RuntimeError]]] = {
     "not finite": NonFiniteError,
     "ranks differ": RanksDisagreeError,
@@ -141,7 +170,7 @@ def watch(
     module = unwrapped(module)
     units = units_in(module, caller="watch")
     for unit in units:
-        if events.watch_of(unit) is not None:
+        if _watch_of(unit) is not None:
             raise AlreadyAnnotatedError(
                 f"watch: unit '{unit.name}' is watched already; call remove() on what the first"
                 f" watch returned, or leave {VARIABLE} out of the environment"
@@ -199,7 +228,14 @@ class Watch:
         self._in_a_row = 0  # overflows
         self._reported: set[tuple[str, ...]] = set()
         self._not_repeatable: set[str] = set()  # units of which that was said
-        events.begin(self)
+        for unit in observer.places:
+            for module in unit.modules:
+                if (dispatcher := dispatcher_of(module)) is not None:
+                    dispatcher.add(_NAME, _Bracket(self))
+        _OPEN[:] = [*map(ref, _watches()), ref(self)]
+        if not _LISTENING:
+            steps = _StepObserver()
+            _LISTENING.extend((observe(steps), observe_launches(launching=steps.launching)))
 
     @property
     def step(self) -> int:
@@ -208,7 +244,14 @@ class Watch:
 
     def remove(self) -> None:
         """End it, on all ranks, between two steps."""
-        events.end(self)
+        if self in _watches():  # otherwise it has ended, and its modules may have another one
+            _OPEN[:] = [ref(each) for each in _watches() if each is not self]
+            for unit in self.observer.places:
+                for module in unit.modules:
+                    detach(module, _NAME)
+            # not where a model is collected: observers notified just then would miss an event
+            while _LISTENING and not _OPEN:
+                _LISTENING.pop()()
         self.observer.lose_step()
 
     def __enter__(self) -> Self:
@@ -359,14 +402,204 @@ def _rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
+# --- what notifies a watch ------------------------------------------------------------------------
+
+
+def _watches() -> list[Watch]:
+    return [watching for each in _OPEN if (watching := each()) is not None]
+
+
+def _watch_of(unit: Unit) -> Watch | None:
+    """The one that has this unit."""
+    return next((each for each in _watches() if unit in each.observer.places), None)
+
+
+def _watches_of(units: Iterable[Unit]) -> list[Watch]:
+    units = list(units)
+    return [each for each in _watches() if any(unit in each.observer.places for unit in units)]
+
+
+class _Bracket:
+    """Around the forwards of one module of a unit; inert in copies of the model."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, watching: Watch | None = None) -> None:
+        self._watch = watch
+
+    def __deepcopy__(self, memo: object) -> _Bracket:
+        return _Bracket()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Bracket, ()
+
+    def _unit_of(self, module: nn.Module) -> Unit | None:
+        """None in copies, and when the annotation was removed."""
+        annotation = annotation_of(module)
+        if self._watch is None or annotation is None:
+            return None
+        unit: Unit = annotation.state
+        return unit if unit in self._watch.observer.places else None
+
+    @untraced
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        unit = self._unit_of(module)
+        if self._watch is not None and unit is not None:
+            return self._watch.observer.pre_forward(unit, module, args, kwargs)
+        detach(module, _NAME)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        unit = self._unit_of(module)
+        if self._watch is not None and unit is not None:
+            self._watch.observer.post_forward(unit, output)
+        return output
+
+    def on_error(self, module: nn.Module) -> None:
+        unit = self._unit_of(module)
+        if self._watch is not None and unit is not None:
+            self._watch.observer.raised(unit)
+
+
+class _StepObserver(Observer):
+    """Is notified of steps for all watches, and keeps no model alive."""
+
+    @override
+    def pre_forward(self, root: Root, call: Call) -> None:
+        if (watching := _watch_of(call.unit)) is not None:
+            watching.observer.checks.advance()
+            if call.root is root and not root.running:
+                watching.observer.begin_forward(root)
+
+    @override
+    def post_forward(self, root: Root, call: Call, keep: bool) -> None:
+        if (watching := _watch_of(call.unit)) is not None:
+            watching.observer.checks.advance()
+
+    @override
+    def pre_backward(self, root: Root, call: Call) -> None:
+        if (watching := _watch_of(call.unit)) is not None:
+            watching.observer.checks.pre_backward(call.number)
+
+    @override
+    def ends_backward(self, root: Root) -> None:
+        for watching in _watches():
+            watching.observer.end_backward(root)
+
+    @override
+    def gradients_landed(self) -> None:
+        for watching in _watches():
+            watching.landed()
+
+    @override
+    def loses(self, units: Sequence[Unit]) -> None:
+        for watching in _watches_of(units):
+            watching.observer.lose_step()
+
+    @override
+    def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        if what == "unscale":
+            for watching in _watches_of(_units_of(parameters)):
+                watching.unscales()
+
+    def launching(
+        self, comm: GroupComm, launch: Launch, collective: str, tensors: Columns, option: Any
+    ) -> None:
+        if (message := message_of(launch, tensors)) is None:
+            return
+        for unit in _units_of(message.params[:1]):
+            if (watching := _watch_of(unit)) is not None and watching.observer.looks:
+                watching.observer.launching(unit, message)
+
+
+def _units_of(parameters: Sequence[Tensor]) -> list[Unit]:
+    labels = filter(None, map(label_of, parameters))
+    owners = dict.fromkeys(label.owner for label in labels if label.owner is not None)
+    return [unit for owner in owners if (unit := owner()) is not None]
+
+
+@untraced
+def _before_steps(optimizer: Optimizer, *_: Any) -> None:
+    """Hook the optimizer itself.
+
+    Its own hooks come behind all global ones, and so behind that by which `join` tells ranks
+    without data of the step.
+    """
+    if _OPEN and optimizer not in _HOOKED and not Stepping.is_stand_in(optimizer):
+        _HOOKED.add(optimizer)
+        handle = optimizer.register_step_pre_hook(_before_step)
+        # first of them: the last place is that of steps on shards
+        step_hooks(optimizer)[0].move_to_end(handle.id, last=False)
+
+
+@untraced
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    if not _OPEN or is_part_of_backward(optimizer):
+        return None
+    steps: dict[Watch, int] = {}
+    _end_step(optimizer, steps)
+    # the optimizer itself, the closure, and what some optimizers take besides
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _watched(optimizer, kwargs["closure"], steps)}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _watched(optimizer, args[1], steps), *args[2:]), kwargs
+    return None
+
+
+def _end_step(optimizer: Optimizer, steps: dict[Watch, int]) -> None:
+    """A step ends where there was one, whose number goes into `steps`."""
+    for watching in _watches_of(_units_of(parameters_of(optimizer))):
+        watching.note(optimizer)
+        if watching.observer.ran:
+            steps.setdefault(watching, watching.observer.step)
+        watching.end_step()
+
+
+def _watched(
+    optimizer: Optimizer, closure: Callable[[], Any], steps: dict[Watch, int]
+) -> Callable[[], Any]:
+    """A closure that ends a step when it has made the gradients, before the optimizer uses them.
+
+    It may be called several times, also after a backward outside of it (SAM); these are one step.
+    """
+
+    @wraps(closure)
+    def evaluate() -> Any:
+        again = [*steps.items()]
+        for watching, step in again:
+            watching.observer.evaluate_again(step)
+        try:
+            loss = closure()
+            _end_step(optimizer, steps)
+        finally:
+            for watching, step in again:
+                watching.observer.evaluated(step)
+        return loss
+
+    return evaluate
+
+
 # --- the environment -----------------------------------------------------------------------------
 
 
-def _watch_units(units: Sequence[Unit], action: str) -> Watch:
-    names = {unit: "" if unit.name == unit_name("") else unit.name for unit in units}
-    return Watch(names, RankObserver(names, 1, AGREE, keeps=False, repeat=False), action)
+class _WatchAll(Observer):
+    """Watches the units of every model that is trained."""
+
+    def __init__(self, action: str) -> None:
+        self._action = action
+
+    @override
+    def pre_forward(self, root: Root, call: Call) -> None:
+        if call.root is root and not root.running and torch.is_grad_enabled():
+            fresh = [unit for unit in root.units if _watch_of(unit) is None]
+            if fresh:
+                names = {unit: "" if unit.name == unit_name("") else unit.name for unit in fresh}
+                observer = RankObserver(names, 1, AGREE, keeps=False, repeat=False)
+                Watch(names, observer, self._action)
 
 
 if (_wanted := os.environ.get(VARIABLE, "0").strip()) not in ("", "0"):
-    _action = "raise" if _wanted == "raise" else "warn"
-    observe(events.WatchAll(lambda units: _watch_units(units, _action)))
+    observe(_WatchAll("raise" if _wanted == "raise" else "warn"))
+register_optimizer_step_pre_hook(_before_steps)
