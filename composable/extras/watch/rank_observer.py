@@ -22,8 +22,14 @@ from composable.compilation import backward_will_be_compiled, untraced
 from composable.contract.values import tensors_in
 from composable.errors import unit_name
 from composable.extras.watch.agreement import Agreement, Named
-from composable.extras.watch.calls import ModuleCall, call_of, is_forward, keep_gradient, version_of
 from composable.extras.watch.findings import GRADIENT, INPUT, OUTPUT, PARAMETER, Checks, First
+from composable.extras.watch.incident import (
+    ModuleCall,
+    call_of,
+    is_forward,
+    keep_gradient,
+    version_of,
+)
 from composable.extras.watch.repeat import Repeat, candidates_in
 from composable.seams import Param, ReducePlan, Root, Unit, label_of
 from composable.torch_private import is_transformed

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from composable.contract.values import tensors_in
 from composable.errors import ReplayError, first_line
-from composable.extras.watch.calls import are_apart, by_index
 from composable.extras.watch.findings import is_finite, range_of
-from composable.extras.watch.incident import FORMAT
+from composable.extras.watch.incident import FORMAT, are_apart, by_index
 from composable.extras.watch.script import Script
 from composable.memory.digests import digests
 

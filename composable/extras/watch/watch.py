@@ -425,7 +425,7 @@ class _Bracket:
     __slots__ = ("_watch",)
 
     def __init__(self, watching: Watch | None = None) -> None:
-        self._watch = watch
+        self._watch = watching
 
     def __deepcopy__(self, memo: object) -> _Bracket:
         return _Bracket()
