@@ -238,7 +238,7 @@ def _on_host(waiting: list[tuple[Seen, Tensor, Tensor]]) -> Iterable[tuple[float
     return values
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- what is said --------------------------------------------------------------------------------
 
 HINT: Final = "hint"
 

@@ -10,7 +10,9 @@ gradients that landed, versions and options, and the modules without their param
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +29,6 @@ from composable.contract.methods import Method
 from composable.contract.values import map_tensors, tensors_in
 from composable.errors import first_line
 from composable.extras.watch.findings import Finding
-from composable.extras.watch.script import main_of_process
 from composable.memory.digests import digests
 from composable.seams import Unit, hooks_of, stepped_in_backward, units_in
 from composable.torch_private import local_tensor
@@ -170,7 +171,7 @@ def are_apart(outputs: Sequence[Tensor]) -> bool:
     return len({(edge.node, edge.output_nr) for edge in edges}) == len(edges)
 
 
-# --- the folder -----------------------------------------------------------------------------------
+# --- the folder ----------------------------------------------------------------------------------
 
 
 def write(
@@ -337,3 +338,11 @@ def _pickled(value: Any) -> Any:
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         return f"it cannot be pickled: {first_line(error)}"
     return buffer.getvalue()
+
+
+def main_of_process() -> dict[str, str]:
+    """Where the script of this process is, and its package if it has one; nothing for a session."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    package = getattr(main, "__package__", None) or ""
+    return {} if path is None else {"path": os.path.abspath(path), "package": package}

@@ -402,7 +402,7 @@ def _rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
-# --- what notifies a watch ------------------------------------------------------------------------
+# --- what notifies a watch -----------------------------------------------------------------------
 
 
 def _watches() -> list[Watch]:
