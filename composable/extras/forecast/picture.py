@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from composable.extras.forecast.devices import amount, milliseconds, unit_for
+from composable.extras.forecast.forecast import Forecast
 from composable.extras.forecast.machine import KINDS, MemoryKind
 from composable.extras.forecast.plans import Comparison
-from composable.extras.forecast.result import Forecast
 
 INK: Final = "#22303c"
 FAINT: Final = "#8a97a3"

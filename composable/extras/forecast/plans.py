@@ -22,8 +22,7 @@ from composable.checked import PositiveInt, Takes, checked
 from composable.config import MixedPrecisionPolicy
 from composable.errors import ForecastError, first_line
 from composable.extras.forecast.devices import Device, amount, device_of, milliseconds, unit_for
-from composable.extras.forecast.forecast import MakeModel, forecast
-from composable.extras.forecast.result import Forecast, aligned
+from composable.extras.forecast.forecast import Forecast, MakeModel, aligned, forecast
 from composable.torch_private import SHARDS
 
 WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into

@@ -20,7 +20,9 @@ from composable.checked import PositiveInt, Takes, checked
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device, amount, device_of, milliseconds, unit_for
 from composable.extras.forecast.forecast import (
+    Forecast,
     MakeOptimizer,
+    aligned,
     are_sizes,
     paced,
     running,
@@ -28,7 +30,6 @@ from composable.extras.forecast.forecast import (
     train,
 )
 from composable.extras.forecast.machine import Machine, note_unknown, tensors_in
-from composable.extras.forecast.result import Forecast, aligned
 
 SCHEDULES: Final = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 POINT_TO_POINT: Final = ("send", "receive")
