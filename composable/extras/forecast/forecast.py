@@ -32,8 +32,10 @@ from composable.extras.forecast.devices import Device, amount, device_of, millis
 from composable.extras.forecast.machine import (
     COMPUTE,
     KINDS,
+    Functions,
     Machine,
     MemoryKind,
+    NoValues,
     Span,
     VirtualComm,
     VirtualLocalComm,
@@ -42,7 +44,6 @@ from composable.extras.forecast.machine import (
     tensors_in,
     traits_of,
 )
-from composable.extras.forecast.tensors import Functions, NoValues
 from composable.memory.elastic import resizing_buffers
 from composable.seams import Stepping, give_memory, offloading_from_host, units_in
 from composable.torch_private import (
