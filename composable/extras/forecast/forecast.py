@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -42,7 +42,6 @@ from composable.extras.forecast.machine import (
     form_group,
     note_unknown,
     tensors_in,
-    traits_of,
 )
 from composable.memory.elastic import resizing_buffers
 from composable.seams import Stepping, give_memory, offloading_from_host, units_in
@@ -481,13 +480,8 @@ def _world(machine: Machine, ranks: int, rank: int = 0) -> Iterator[None]:
 @contextmanager
 def _simulated(machine: Machine) -> Iterator[None]:
     """The library as it is on the device: messages laid out for it, over the machine's clocks."""
-    device = machine.device
-
-    @cache
-    def on_group(group: dist.ProcessGroup) -> Comm:
-        return VirtualComm(group, machine, traits_of(device, group.size()))
-
     alone = cache(VirtualLocalComm)
+    on_group = cache(partial(VirtualComm, machine=machine))
 
     def virtual(comm: Comm) -> Comm:
         return alone(comm.device) if comm.group is None else on_group(comm.group)
@@ -495,7 +489,7 @@ def _simulated(machine: Machine) -> Iterator[None]:
     with (
         comms_wrapped_by(virtual),
         resizing_buffers(machine.release_idle),
-        foreach_on("cpu" if device.accelerator else "cuda"),
+        foreach_on("cpu" if machine.device.accelerator else "cuda"),
         constructed_by(_refuse_torchs, DistributedDataParallel, FullyShardedDataParallel),
     ):
         yield
@@ -636,8 +630,31 @@ def train(
                     machine.hold_for(local_tensor(tensor).untyped_storage(), MemoryKind.OPTIMIZER)
         end = machine.end_step()
         del kept
-    subject = _subject_of(model, batch, stepping)
-    return _forecast_of(machine, subject, mesh, at_rest, start, end)
+    spans = [replace(s, start=s.start - start, end=s.end - start) for s in machine.spans]
+
+    def taken(*, computing: bool) -> float:
+        return sum(s.end - s.start for s in spans if (s.stream == COMPUTE) is computing)
+
+    return Forecast(
+        subject=_subject_of(model, batch, stepping),
+        device=machine.device,
+        mesh=mesh,
+        peak=machine.peak.total,
+        at_peak=by_name(machine.peak.by_kind),
+        where=machine.peak.where,
+        on_host=machine.on_host[1],
+        at_rest=by_name(at_rest),
+        seconds=end - start,
+        computing=taken(computing=True),
+        communicating=taken(computing=False),
+        exposed=machine.exposed,
+        host=machine.host - start,
+        collectives=tuple(
+            Collective(*key, len(sizes), sum(sizes)) for key, sizes in machine.messages.items()
+        ),
+        memory=tuple((moment - start, sizes) for moment, sizes in machine.samples),
+        streams=tuple(spans),
+    )
 
 
 def _subject_of(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> Subject:
@@ -657,41 +674,6 @@ def _subject_of(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer |
         # without counters of steps
         state=by_dtype(t for state in states for t in tensors_in(state) if t.ndim),
         batch=tuple((name, tuple(t.shape)) for name, tree in leaves for t in tensors_in(tree)),
-    )
-
-
-def _forecast_of(
-    machine: Machine,
-    subject: Subject,
-    mesh: Mapping[str, int],
-    at_rest: Sequence[int],
-    start: float,
-    end: float,
-) -> Forecast:
-    spans = [replace(s, start=s.start - start, end=s.end - start) for s in machine.spans]
-
-    def taken(*, computing: bool) -> float:
-        return sum(s.end - s.start for s in spans if (s.stream == COMPUTE) is computing)
-
-    return Forecast(
-        subject=subject,
-        device=machine.device,
-        mesh=mesh,
-        peak=machine.peak.total,
-        at_peak=by_name(machine.peak.by_kind),
-        where=machine.peak.where,
-        on_host=machine.on_host[1],
-        at_rest=by_name(at_rest),
-        seconds=end - start,
-        computing=taken(computing=True),
-        communicating=taken(computing=False),
-        exposed=machine.exposed,
-        host=machine.host - start,
-        collectives=tuple(
-            Collective(*key, len(sizes), sum(sizes)) for key, sizes in machine.messages.items()
-        ),
-        memory=tuple((moment - start, sizes) for moment, sizes in machine.samples),
-        streams=tuple(spans),
     )
 
 

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from composable.comm.backends import ON_ACCELERATOR, GenericComm, LocalComm, PointToPointComm
-from composable.comm.base import Columns, GroupComm, Traits, Work
+from composable.comm.base import Columns, GroupComm, Work
 from composable.comm.choose import PAIRS_UP_TO
 from composable.comm.launch import Launch
 from composable.errors import ForecastError
@@ -409,7 +409,9 @@ class VirtualLocalComm(LocalComm):
 class VirtualComm(GroupComm):
     """Collectives that take time on the machine's links and bring nothing."""
 
-    def __init__(self, group: dist.ProcessGroup, machine: Machine, traits: Traits) -> None:
+    def __init__(self, group: dist.ProcessGroup, machine: Machine) -> None:
+        on_host = PointToPointComm if group.size() <= PAIRS_UP_TO else GenericComm
+        traits = ON_ACCELERATOR if machine.device.accelerator else on_host.traits
         self.traits = replace(traits, simulated=True)
         self._by_pairs = traits is PointToPointComm.traits
         super().__init__(group, torch.device("cpu"))
@@ -573,13 +575,6 @@ def form_group(machine: Machine, size: int, rank: int) -> None:
         )
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size)
-
-
-def traits_of(device: Device, size: int) -> Traits:
-    """How messages are laid out among `size` ranks of the device."""
-    if device.accelerator:
-        return ON_ACCELERATOR
-    return (PointToPointComm if size <= PAIRS_UP_TO else GenericComm).traits
 
 
 # --- operations ----------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ SHOWN: Final = 8  # rows of a table
 MOST: Final = 24  # forecasts that a search makes
 _NEVER_TRIED: Final = "pipelines, an offload_policy, and other batches"
 Bytes = Annotated[float, Takes("a number of bytes (such as 80 * 10**9)", lambda value: value >= 1)]
-NOT_SHARED: Final[Mapping[str, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,8 @@ def compare(
         {
             name: forecast(make_model, annotate, make_batch, ranks=ranks, device=limited, **options)
             for name, annotate in plans.items()
-        }
+        },
+        shares={},
     )
 
 
@@ -139,7 +139,7 @@ def device_with(memory: float | None, device: str | Device) -> Device:
     return found if memory is None else replace(found, capacity=int(memory))
 
 
-def _ranked(found: Mapping[str, Forecast], shares: Mapping[str, int] = NOT_SHARED) -> Comparison:
+def _ranked(found: Mapping[str, Forecast], shares: Mapping[str, int]) -> Comparison:
     unsorted = Comparison(found, shares)
 
     def order(item: tuple[str, Forecast]) -> tuple[bool, float]:

@@ -42,11 +42,15 @@ from composable.errors import (
     unit_name,
     what_is_there,
 )
-from composable.extras.matrices.matrices import BATCHES, Exchange, Matrix, MatrixLayouts, assign
-from composable.extras.matrices.matrix_state import (
+from composable.extras.matrices.matrices import (
+    BATCHES,
+    Exchange,
+    Matrix,
+    MatrixLayouts,
     PartOfState,
     State,
     as_loaded,
+    assign,
     by_comm,
     cloned,
     collect,
