@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from composable.extras.averaging.ema import EMA
     from composable.extras.averaging.outer_steps import LocalSteps, local_steps
     from composable.extras.matrices.matrix_steps import step_on_matrices
-    from composable.extras.uneven.join import join, joinable
-    from composable.extras.uneven.skipped import skipped
+    from composable.extras.uneven.join import join, joinable, skipped
     from composable.extras.uneven.together import together
     from composable.extras.watch.watch import Watch, watch
     from composable.report.describe import describe
@@ -149,7 +148,7 @@ _LAZY = {
     "offload_to_host": "composable.state.host",
     "rebind_optimizer": "composable.state.optimizers",
     "refresh": "composable.state.materialize",
-    "skipped": "composable.extras.uneven.skipped",
+    "skipped": "composable.extras.uneven.join",
     "step_on_matrices": "composable.extras.matrices.matrix_steps",
     "together": "composable.extras.uneven.together",
     "summon_full_params": "composable.state.summon_full_params",
