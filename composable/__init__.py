@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     from composable.api.apply_tp_plan import apply_tp_plan
     from composable.extras.averaging.averaging import (
         HierarchicalAverager,
+        LocalSteps,
         PeriodicAverager,
         average_parameters,
+        local_steps,
     )
     from composable.extras.averaging.ema import EMA
-    from composable.extras.averaging.outer_steps import LocalSteps, local_steps
     from composable.extras.matrices.matrix_steps import step_on_matrices
     from composable.extras.uneven.join import join, joinable, skipped
     from composable.extras.uneven.together import together
@@ -134,7 +135,7 @@ _LAZY = {
     "EMA": "composable.extras.averaging.ema",
     "HostOffload": "composable.state.host",
     "HierarchicalAverager": "composable.extras.averaging.averaging",
-    "LocalSteps": "composable.extras.averaging.outer_steps",
+    "LocalSteps": "composable.extras.averaging.averaging",
     "PeriodicAverager": "composable.extras.averaging.averaging",
     "Watch": "composable.extras.watch.watch",
     "apply_tp_plan": "composable.api.apply_tp_plan",
@@ -143,7 +144,7 @@ _LAZY = {
     "join": "composable.extras.uneven.join",
     "joinable": "composable.extras.uneven.join",
     "load": "composable.state.materialize",
-    "local_steps": "composable.extras.averaging.outer_steps",
+    "local_steps": "composable.extras.averaging.averaging",
     "materialize": "composable.state.materialize",
     "offload_to_host": "composable.state.host",
     "rebind_optimizer": "composable.state.optimizers",
