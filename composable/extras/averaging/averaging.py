@@ -440,7 +440,7 @@ class _Message:
     Attributes:
         params: by their names in the model.
         backup: their values at the beginning of the round, flat. `backups` are views of it, placed
-            like the parameters.
+            like the parameters, by their names.
         flight: the differences, flat, and the work that averages them.
     """
 
@@ -456,10 +456,10 @@ class _Message:
         backup = torch.cat([local.reshape(-1) for local in locals_])
         self.backup = backup.cpu() if offload else backup
         views = self.cut(self.backup)
-        self.backups = [
-            _placed_like(param.at_rest, view)
-            for param, view in zip(params.values(), views, strict=True)
-        ]
+        self.backups = {
+            fqn: _placed_like(param.at_rest, view)
+            for (fqn, param), view in zip(params.items(), views, strict=True)
+        }
 
     def _locals(self) -> list[Tensor]:
         return [_local(param.at_rest) for param in self.params.values()]
@@ -472,10 +472,8 @@ class _Message:
         torch._foreach_sub_(
             self.cut(difference), [local.to(difference.device) for local in self._locals()]
         )
-        self.flight = (
-            difference,
-            self._comm.all_reduce([difference], self._launch, 1.0 / self._comm.size),
-        )
+        work = self._comm.all_reduce([difference], self._launch, 1.0 / self._comm.size)
+        self.flight = difference, work
 
     def land(self) -> Tensor:
         """Wait for the mean difference. It stays in flight, for nobody to wait for."""
@@ -493,10 +491,10 @@ class _Message:
     def differences(self) -> list[Tensor]:
         """The mean differences, placed like the parameters; zeros if none are in flight."""
         flat = torch.zeros_like(self.backup) if self.flight is None else self.land()
-        return list(map(gradient_like, self.cut(flat), self.backups))
+        return list(map(gradient_like, self.cut(flat), self.backups.values()))
 
     def show_gradients(self) -> None:
-        for backup, difference in zip(self.backups, self.differences(), strict=True):
+        for backup, difference in zip(self.backups.values(), self.differences(), strict=True):
             backup.grad = difference
 
     def write(self, keep: float) -> None:
@@ -561,11 +559,7 @@ class LocalSteps:
     ) -> None:
         self._model, self._units, self._rounds = module, list(infos), rounds
         self._messages = list(messages)
-        self._backups = {
-            fqn: backup
-            for each in messages
-            for fqn, backup in zip(each.params, each.backups, strict=True)
-        }
+        self._backups = {fqn: backup for each in messages for fqn, backup in each.backups.items()}
         self.outer = outer
         self.steps = 0
         for unit, info in infos.items():
@@ -767,7 +761,7 @@ class LocalSteps:
             if in_flight:
                 sent = [
                     _local(_like(state_dict["sent"][fqn], backup)).reshape(-1)
-                    for fqn, backup in zip(message.params, message.backups, strict=True)
+                    for fqn, backup in message.backups.items()
                 ]
                 message.flight = torch.cat(sent), DONE
 
@@ -926,7 +920,8 @@ def local_steps(
         _Message(unit, params, comms[unit], offload=offload)
         for (unit, *_), params in trained.items()
     ]
-    stepper = (outer or _NESTEROV)([backup for message in messages for backup in message.backups])
+    backups = [backup for message in messages for backup in message.backups.values()]
+    stepper = (outer or _NESTEROV)(backups)
     return LocalSteps(
         module, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos
     )

@@ -574,15 +574,11 @@ def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
         if module in units and tensor is not None:
             tensor.register_hook(lambda _: machine.at(unit=names[module]))
 
-    handles = [
+    with (
         register_module_forward_pre_hook(pre_forward),
         register_module_forward_hook(post_forward),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _label_resting(machine: Machine, model: nn.Module) -> None:

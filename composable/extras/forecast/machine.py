@@ -249,9 +249,6 @@ class Machine(Streams):
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        if stream == self.current:
-            yield
-            return
         with self.fork(stream):
             yield
         self.wait_until(self.ready[stream])
@@ -754,7 +751,7 @@ class NoValues(TorchDispatchMode):
                 if options.get("device") is not None or not tensors_in((args, kwargs)):
                     options["device"] = torch.device("meta")
                 try:
-                    like = _like(func, _meta_of(args), _meta_of(options))
+                    like = _like(func, meta_of(args), meta_of(options))
                 except RuntimeError as error:  # `nonzero`, and what picks by a mask
                     by_values = torch.Tag.dynamic_output_shape in func.tags
                     if not (by_values or isinstance(error, NotImplementedError)):
@@ -891,7 +888,8 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
     return a.new_empty([*experts, rows, columns])
 
 
-def _meta_of(value: Any) -> Any:
+def meta_of(value: Any) -> Any:
+    """The same with tensors on the meta device."""
     return tree_map_only(
         Tensor,
         lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
