@@ -38,9 +38,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from composable.comm.backends import ON_ACCELERATOR, GenericComm, LocalComm, PointToPointComm
+from composable.comm.backends import (
+    ON_ACCELERATOR,
+    PAIRS_UP_TO,
+    GenericComm,
+    LocalComm,
+    PointToPointComm,
+)
 from composable.comm.base import Columns, GroupComm, Work
-from composable.comm.choose import PAIRS_UP_TO
 from composable.comm.launch import Launch
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device
