@@ -32,8 +32,7 @@ from virtual import DeviceModule
 
 from composable.comm import AcceleratorComm, Comm, base, comms_wrapped_by
 from composable.extras.forecast.devices import DEVICES
-from composable.extras.forecast.machine import BACKEND, COMPUTE, Machine, form_group
-from composable.extras.forecast.tensors import NoValues
+from composable.extras.forecast.machine import BACKEND, COMPUTE, Machine, NoValues, form_group
 from composable.memory.elastic import resizing_buffers
 
 CPU = torch.device("cpu")

@@ -58,8 +58,7 @@ class Inside:
 def build(contender: str, options: argparse.Namespace) -> Measure:
     """One training step per call: seconds of the clock and of the processor."""
     from composable import Watch, watch
-    from composable.extras.watch.events import _Bracket, _StepObserver
-    from composable.extras.watch.rank_observer import RankObserver
+    from composable.extras.watch.watch import RankObserver, _Bracket, _StepObserver
 
     device = device_of(options)
     task = task_of(options.model, seed=options.seed, rank=dist.get_rank(), device=device)

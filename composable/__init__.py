@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from composable.api.apply_tp_plan import apply_tp_plan
     from composable.extras.averaging.averaging import (
         HierarchicalAverager,
+        LocalSteps,
         PeriodicAverager,
         average_parameters,
+        local_steps,
     )
     from composable.extras.averaging.ema import EMA
-    from composable.extras.averaging.outer_steps import LocalSteps, local_steps
     from composable.extras.matrices.matrix_steps import step_on_matrices
-    from composable.extras.uneven.join import join, joinable
-    from composable.extras.uneven.skipped import skipped
+    from composable.extras.uneven.join import join, joinable, skipped
     from composable.extras.uneven.together import together
     from composable.extras.watch.watch import Watch, watch
     from composable.report.describe import describe
@@ -135,12 +135,12 @@ _LAZY = {
     name: f"composable.{module}"
     for module, names in {
         "api.apply_tp_plan": "apply_tp_plan",
-        "extras.averaging.averaging": "HierarchicalAverager PeriodicAverager average_parameters",
+        "extras.averaging.averaging": (
+            "HierarchicalAverager LocalSteps PeriodicAverager average_parameters local_steps"
+        ),
         "extras.averaging.ema": "EMA",
-        "extras.averaging.outer_steps": "LocalSteps local_steps",
         "extras.matrices.matrix_steps": "step_on_matrices",
-        "extras.uneven.join": "join joinable",
-        "extras.uneven.skipped": "skipped",
+        "extras.uneven.join": "join joinable skipped",
         "extras.uneven.together": "together",
         "extras.watch.watch": "Watch watch",
         "report.describe": "describe",

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
 from composable import __version__
 from composable.extras import doctor
-from composable.extras.forecast import command as forecast_command
-from composable.extras.forecast import describing as describe_command
-from composable.extras.watch import replay as replay_command
+from composable.extras.forecast import commands
+from composable.extras.watch import replay
 
-_COMMANDS: Final[dict[str, tuple[Any, str]]] = {
+# By name: what declares its arguments, what runs it, and what it does.
+_COMMANDS: Final[dict[str, tuple[Callable[[Any], None], Callable[[Any], int], str]]] = {
     "forecast": (
-        forecast_command,
+        commands.add_forecast_arguments,
+        commands.run_forecast,
         "say what training needs, without the devices: memory, messages, time",
     ),
     "describe": (
-        describe_command,
+        commands.add_describe_arguments,
+        commands.run_describe,
         "say how a model would rest on ranks, without the ranks: which rows are where",
     ),
     "replay": (
-        replay_command,
+        replay.add_arguments,
+        replay.run,
         "run the unit of an incident that watch has written again, in one process",
     ),
-    "doctor": (doctor, "describe versions, devices, launcher and settings, for a bug report"),
+    "doctor": (
+        doctor.add_arguments,
+        doctor.run,
+        "describe versions, devices, launcher and settings, for a bug report",
+    ),
 }
 
 
@@ -47,11 +54,13 @@ def main(command_line: Sequence[str]) -> int:
         prog="python -m composable", description="Scale PyTorch models by annotating them in place."
     )
     parser.add_argument("--version", action="version", version=f"composable {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (command, about) in _COMMANDS.items():
-        added = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
-        command.add_arguments(added)
-        added.set_defaults(run=command.run)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (add_arguments, run, about) in _COMMANDS.items():
+        added = subparsers.add_parser(
+            name, help=about, description=f"{about[0].upper()}{about[1:]}."
+        )
+        add_arguments(added)
+        added.set_defaults(run=run)
     options = parser.parse_args(command_line)
     return int(options.run(options))
 

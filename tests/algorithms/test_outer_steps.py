@@ -61,7 +61,7 @@ def _step(model: nn.Module, optimizer: Optimizer, step: int, replica: int) -> No
 
 
 class _OuterByHand:
-    """The arithmetic at the top of `outer_steps.py`, over copies of the model in one process."""
+    """The arithmetic of `Note [Outer steps]`, over copies of the model in one process."""
 
     def __init__(
         self, every: int, outer: Callable[[Any], Optimizer], delay: int = 0, keep: float = 0.0

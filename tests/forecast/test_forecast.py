@@ -50,7 +50,7 @@ from composable import (
 from composable.comm import Comm, comms_wrapped_by
 from composable.comm.launch import Launch
 from composable.errors import ForecastError
-from composable.extras.forecast import result
+from composable.extras.forecast import devices
 from composable.extras.forecast.plans import _Search, repeated
 from composable.forecast import (
     DEVICES,
@@ -922,7 +922,7 @@ def test_what_is_replaced_in_torch_is_there_again_and_no_other_module_is_changed
     with pytest.raises(ForecastError):
         forecast(Decoder, DistributedDataParallel, batch, ranks=2)
     assert replaced() == before
-    for path in Path(result.__file__).parent.glob("*.py"):
+    for path in Path(devices.__file__).parent.glob("*.py"):
         names = {
             getattr(node, "id", getattr(node, "attr", getattr(node, "module", "")))
             for node in ast.walk(ast.parse(path.read_text()))

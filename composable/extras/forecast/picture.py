@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from composable.extras.forecast.devices import amount, milliseconds, unit_for
+from composable.extras.forecast.forecast import Forecast
 from composable.extras.forecast.machine import KINDS, MemoryKind
 from composable.extras.forecast.plans import Comparison
-from composable.extras.forecast.result import Forecast
 
 INK: Final = "#22303c"
 FAINT: Final = "#8a97a3"
@@ -42,34 +39,24 @@ STYLE: Final[Any] = {
 }
 
 
-def stack(
-    axes: Axes, at: NDArray[np.float64], memory: Sequence[Sequence[int]], size: int, peak: str
-) -> None:
-    """Draw bytes of each kind over moments, in units of `size`, and a point with `peak` beside it
-    where they are most.
-    """
-    totals = np.array(memory, dtype=float).T / size
-    used = [kind for kind in MemoryKind if totals[kind].any()]
-    names, colors = [KINDS[kind] for kind in used], [COLORS[kind] for kind in used]
-    axes.stackplot(at, totals[used], labels=names, colors=colors, step="post", linewidth=0)
-    whole = totals.sum(axis=0)
-    top = int(whole.argmax())
-    axes.plot(at[top], whole[top], "o", color=INK, markersize=4)
-    axes.annotate(
-        peak, (at[top], whole[top]), xytext=(0, 6), textcoords="offset points", ha="center",
-        weight="bold",
-    )  # fmt: skip
-
-
 @matplotlib.rc_context(STYLE)
 def draw(path: Path, found: Forecast) -> None:
-    """See the top of this file."""
+    """Draw bytes of each kind over the step, with a point at the peak, and below it the streams."""
     figure = Figure(figsize=(10, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     moments, sizes = zip(*found.memory, strict=True)
     size, unit = unit_for(found.peak)
-    peak = f"peak {amount(found.peak)}, {found.where}"
-    stack(above, np.array(moments) * 1e3, sizes, size, peak)
+    at, totals = np.array(moments) * 1e3, np.array(sizes, dtype=float).T / size
+    used = [kind for kind in MemoryKind if totals[kind].any()]
+    names, colors = [KINDS[kind] for kind in used], [COLORS[kind] for kind in used]
+    above.stackplot(at, totals[used], labels=names, colors=colors, step="post", linewidth=0)
+    whole = totals.sum(axis=0)
+    most = int(whole.argmax())
+    above.plot(at[most], whole[most], "o", color=INK, markersize=4)
+    above.annotate(
+        f"peak {amount(found.peak)}, {found.where}", (at[most], whole[most]), xytext=(0, 6),
+        textcoords="offset points", ha="center", weight="bold",
+    )  # fmt: skip
     capacity, top = found.device.capacity / size, max(found.peak / size * 1.15, 0.01)
     if capacity < 1.5 * top:
         above.axhline(capacity, color=WARNING, linestyle="--", linewidth=1)

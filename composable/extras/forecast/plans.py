@@ -22,8 +22,7 @@ from composable.checked import PositiveInt, Takes, checked
 from composable.config import MixedPrecisionPolicy
 from composable.errors import ForecastError, first_line
 from composable.extras.forecast.devices import Device, amount, device_of, milliseconds, unit_for
-from composable.extras.forecast.forecast import MakeModel, forecast
-from composable.extras.forecast.result import Forecast, aligned
+from composable.extras.forecast.forecast import Forecast, MakeModel, aligned, forecast
 from composable.torch_private import SHARDS
 
 WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into
@@ -31,7 +30,6 @@ SHOWN: Final = 8  # rows of a table
 MOST: Final = 24  # forecasts that a search makes
 _NEVER_TRIED: Final = "pipelines, an offload_policy, and other batches"
 Bytes = Annotated[float, Takes("a number of bytes (such as 80 * 10**9)", lambda value: value >= 1)]
-NOT_SHARED: Final[Mapping[str, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,8 @@ def compare(
         {
             name: forecast(make_model, annotate, make_batch, ranks=ranks, device=limited, **options)
             for name, annotate in plans.items()
-        }
+        },
+        shares={},
     )
 
 
@@ -140,7 +139,7 @@ def device_with(memory: float | None, device: str | Device) -> Device:
     return found if memory is None else replace(found, capacity=int(memory))
 
 
-def _ranked(found: Mapping[str, Forecast], shares: Mapping[str, int] = NOT_SHARED) -> Comparison:
+def _ranked(found: Mapping[str, Forecast], shares: Mapping[str, int]) -> Comparison:
     unsorted = Comparison(found, shares)
 
     def order(item: tuple[str, Forecast]) -> tuple[bool, float]:

@@ -20,15 +20,16 @@ from composable.checked import PositiveInt, Takes, checked
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device, amount, device_of, milliseconds, unit_for
 from composable.extras.forecast.forecast import (
+    Forecast,
     MakeOptimizer,
+    aligned,
     are_sizes,
     paced,
     running,
     takes_mesh,
     train,
 )
-from composable.extras.forecast.machine import Machine, note_unknown, tensors_in
-from composable.extras.forecast.result import Forecast, aligned
+from composable.extras.forecast.machine import Machine, meta_of, note_unknown, tensors_in
 
 SCHEDULES: Final = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 POINT_TO_POINT: Final = ("send", "receive")
@@ -363,12 +364,7 @@ def _outputs_of(model: nn.Module, index: int, inputs: tuple[Tensor, ...]) -> tup
 
 def _described(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The same on the meta device."""
-    return tuple(
-        torch.empty_strided(
-            t.shape, t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad
-        )
-        for t in tensors
-    )
+    return tuple(meta_of(t).requires_grad_(t.requires_grad) for t in tensors)
 
 
 def _sum(output: Any, *_: Any) -> Tensor:

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, zip_longest
+from operator import is_
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
@@ -42,11 +43,15 @@ from composable.errors import (
     unit_name,
     what_is_there,
 )
-from composable.extras.matrices.matrices import BATCHES, Exchange, Matrix, MatrixLayouts, assign
-from composable.extras.matrices.matrix_state import (
+from composable.extras.matrices.matrices import (
+    BATCHES,
+    Exchange,
+    Matrix,
+    MatrixLayouts,
     PartOfState,
     State,
     as_loaded,
+    assign,
     by_comm,
     cloned,
     collect,
@@ -248,7 +253,7 @@ class MatrixStepping(Stepping):
     ) -> None:
         self._which = which
         self._layouts: MatrixLayouts = MatrixLayouts() if original is None else original._layouts
-        self._seen: list[tuple[Any, ...]] = []
+        self._seen: list[Any] = []
         self._matrices: dict[Tensor, list[Matrix]] = {}
         self._by_comm: dict[Comm, list[Tensor]] = {}
         self._digests: dict[Comm, int] = {}
@@ -280,19 +285,11 @@ class MatrixStepping(Stepping):
     def _follow(self, optimizer: Optimizer) -> None:
         """Decide who owns what of parameters that are new, or lie in another way."""
         parameters = parameters_of(optimizer)
-        seen = [
-            (
-                parameter,
-                getattr(parameter, "_spec", None),
-                getattr(unit_of(parameter), "mesh_info", None),
-            )
-            for parameter in parameters
-        ]
-        if len(seen) == len(self._seen) and all(
-            one is other
-            for now, then in zip(seen, self._seen, strict=True)
-            for one, other in zip(now, then, strict=True)
-        ):
+        seen: list[Any] = [*parameters]
+        for parameter in parameters:
+            info = getattr(unit_of(parameter), "mesh_info", None)
+            seen += getattr(parameter, "_spec", None), info
+        if len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
             return
         former, self._matrices = self._matrices, {}
         for parameter in parameters:

@@ -20,6 +20,9 @@ other ranks call the hook of this joinable.
 
 So a rank that leaves the scope meets the other ranks in their next sum. A sum of 0 ends the scope
 on all ranks.
+
+`skipped` stands beside it: a rank with data takes part in the collectives of one unit, and does not
+compute it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial, wraps
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +45,7 @@ from composable import clip_grad_norm_
 from composable.checked import checked
 from composable.comm import is_distributed, notification_sum, ranks_of
 from composable.comm.launch import Launch
+from composable.compilation import untraced, unwrapped
 from composable.contract.values import parameters_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.seams import (
@@ -65,6 +69,7 @@ from composable.tensors.dtensors import is_unreduced
 from composable.torch_private import in_backward, join_hooks, locals_of, on_zero_grad, wrap_join
 
 _BYTES: Final = 1024  # of a message; longer ones are followed by another
+T = TypeVar("T")
 
 
 class _LostStepError(Exception):
@@ -421,7 +426,10 @@ class _Scope(JoinHook):
                 self._freeze(*args)
                 self._follow(in_backward=False)
             case "backward":
-                self._follow_backward(*args)
+                trains, modes, none, zeroed = args
+                self._freeze(trains)
+                self._clear(none, zeroed)
+                self._driver.backward(modes, partial(self._follow, in_backward=True))
             case "turn":
                 list(self._others.values())[args[0]].main_hook()
             case "step":
@@ -461,13 +469,6 @@ class _Scope(JoinHook):
                 depth += (event is StepEvent.PRE_FORWARD) - (event is StepEvent.POST_FORWARD)
             if not depth and not in_backward:
                 return
-
-    def _follow_backward(
-        self, trains: bytes, modes: Sequence[Any], none: list[int], zeroed: list[int]
-    ) -> None:
-        self._freeze(trains)
-        self._clear(none, zeroed)
-        self._driver.backward(modes, partial(self._follow, in_backward=True))
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -772,3 +773,43 @@ def join(
         left: _Scope | None = open_scope()
         if left is not None:
             left.close()  # also after an exception
+
+
+# --- units that a rank skips ----------------------------------------------------------------------
+
+
+@untraced
+@checked
+def skipped(module: nn.Module, x: T) -> T:
+    """Return `x`, and take part in the collectives of `module` without computing it.
+
+    A rank takes part in the collectives because other ranks compute the module. Each rank may
+    decide by itself: `y = layer(x) if keep else skipped(layer, x)`. Use this for stochastic depth,
+    mixture of depths, or experts without tokens. A rank that skips the module contributes zeros to
+    the gradients of its parameters. It still gathers the parameters and reduces the gradients, so
+    it saves the computation, but no communication.
+
+    The function assumes that each annotated module below `module` runs once, in the order of
+    `.modules()`.
+
+    Args:
+        module: an annotated module. For any other module, the function only returns `x`.
+        x: the module's input: a tensor, or a container of tensors. If the module is frozen and the
+            inputs of other ranks require no gradient, `x` should require none either. If it does,
+            the library goes by the inputs in the first forward, and by those of this rank.
+
+    Returns:
+        `x`, as another tensor of the graph.
+
+    Example:
+        >>> def forward(self, x):
+        ...     for layer in self.layers:
+        ...         keep = not self.training or random.random() > 0.1  # on each rank
+        ...         x = layer(x) if keep else skipped(layer, x)
+        ...     return x
+    """
+    module = unwrapped(module)
+    if not (units := units_in(module)):
+        return x
+    y: T = driver_of(units).pass_through(module, x)
+    return y

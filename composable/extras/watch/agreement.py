@@ -32,8 +32,8 @@ from composable.comm import Comm, ranks_of
 from composable.comm.launch import Launch
 from composable.contract.tree import managed_buffers
 from composable.errors import few
-from composable.extras.watch.calls import by_index, generator_state, version_of
 from composable.extras.watch.findings import Finding, hint
+from composable.extras.watch.incident import by_index, generator_state, version_of
 from composable.memory.digests import digests
 from composable.memory.offload import wait_for_traffic
 from composable.seams import Group, Param, Root, Unit, hooks_of

@@ -37,7 +37,7 @@ from typing_extensions import override
 from composable.compilation import backward_will_be_compiled
 from composable.contract.values import map_tensors, tensors_in
 from composable.errors import first_line
-from composable.extras.watch.calls import generator_state, set_generator
+from composable.extras.watch.incident import generator_state, set_generator
 from composable.seams import Unit, units_in
 from composable.torch_private import (
     enter_mode,

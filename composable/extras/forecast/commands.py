@@ -1,8 +1,12 @@
-"""The `forecast` command: a model by its name, or by a configuration of transformers."""
+"""The commands `forecast` and `describe`, which say without the ranks what a step needs, and how a
+model would be sharded. Both take a model by its name, or by a configuration of transformers.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -16,15 +20,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from composable import describe, fully_shard
 from composable.errors import ComposableError, ForecastError, few, first_line
 from composable.extras.forecast.devices import DEVICES
-from composable.extras.forecast.forecast import forecast
+from composable.extras.forecast.forecast import forecast, simulated_model
 from composable.extras.forecast.plans import MOST, Plan, compare, device_with, repeated, suggest
 
 UNITS: Final = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 TOKENS: Final = 2048
-PROGRAM: Final = "python -m composable forecast"
+PROGRAM: Final = "python -m composable"
 STATUS: Final = (
     "Exit status: 0 if it is answered, also where the model does not fit; 1 if the model does not"
     " run, or nothing that --suggest tried fits; 2 if something was asked for that cannot be done."
@@ -49,7 +54,7 @@ def add_model(parser: argparse.ArgumentParser, dtype: str) -> None:
         metavar="CONFIG",
         help="config.json of a transformers model, its folder, or its name on a hub, instead",
     )
-    parser.add_argument("--ranks", type=number(int, 1), required=True, help="of the world")
+    parser.add_argument("--ranks", type=positive, required=True, help="of the world")
     parser.add_argument("--policy", help="class name of the units (default: what repeats most)")
     parser.add_argument(
         "--dtype",
@@ -58,11 +63,11 @@ def add_model(parser: argparse.ArgumentParser, dtype: str) -> None:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_forecast_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = STATUS
     add_model(parser, "bfloat16")
-    parser.add_argument("--batch", type=number(int, 1), help="sequences per rank (default: 1)")
-    parser.add_argument("--tokens", type=number(int, 1), help=f"per sequence (default: {TOKENS})")
+    parser.add_argument("--batch", type=positive, help="sequences per rank (default: 1)")
+    parser.add_argument("--tokens", type=positive, help=f"per sequence (default: {TOKENS})")
     parser.add_argument(
         "--inputs",
         nargs="+",
@@ -97,21 +102,12 @@ def bytes_of(text: str) -> int:
     return size
 
 
-def number(
-    kind: type[int] | type[float], least: float, most: float | None = None
-) -> Callable[[str], float]:
-    """Return what reads numbers within bounds."""
-
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            found = kind(text)
-            if found >= least and (most is None or found <= most):
-                return found
-        what = "a whole number" if kind is int else "a number"
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise argparse.ArgumentTypeError(f"needs {what} {bounds}, got {text!r}")
-
-    return parse
+def positive(text: str) -> int:
+    """Read a whole number of at least 1."""
+    with suppress(ValueError):
+        if (found := int(text)) >= 1:
+            return found
+    raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, got {text!r}")
 
 
 def input_of(text: str) -> tuple[str, list[int], str]:
@@ -126,28 +122,28 @@ def input_of(text: str) -> tuple[str, list[int], str]:
     return found[1], list(map(int, found[2].split("x"))), found[3] or ""
 
 
-def run(options: Any) -> int:
+def run_forecast(options: Any) -> int:
     """Print what was asked for; returns the exit status."""
     try:
-        return answered(PROGRAM, partial(_show, options))
+        return answered("forecast", partial(_forecast, options))
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:
         if options.hf is None:  # the program's own: its traceback says where
             raise
-        print(f"{PROGRAM}: the model does not run: {first_line(error)}", file=sys.stderr)
+        print(f"{PROGRAM} forecast: the model does not run: {first_line(error)}", file=sys.stderr)
         return 1
 
 
-def answered(program: str, answer: Callable[[], None]) -> int:
+def answered(command: str, answer: Callable[[], None]) -> int:
     """Call `answer`, which prints, and say in a line why it cannot; returns the exit status."""
     try:
         answer()
     except (Refused, ComposableError, ValueError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{PROGRAM} {command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, Refused) else 1
     return 0
 
 
-def _show(options: Any) -> None:
+def _forecast(options: Any) -> None:
     if options.plot is not None:
         _check_picture(options.plot)
     if options.inputs and (options.batch or options.tokens):
@@ -370,3 +366,77 @@ def blocks_of(model: nn.Module, name: str | None) -> tuple[type[nn.Module], ...]
     if name not in kinds:
         raise Refused(f"--policy {name}: the model has {few(sorted(kinds), 20)}")
     return (kinds[name],)
+
+
+# --- describe ------------------------------------------------------------------------------------
+
+
+def add_describe_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "what the function makes")
+    parser.add_argument(
+        "--annotate",
+        help="package.module:function that annotates the model, and may take the mesh (default:"
+        " fully_shard with the units of --policy; the model as one unit if nothing repeats)",
+    )
+    parser.add_argument(
+        "--mesh",
+        nargs="+",
+        type=dimension_of,
+        metavar="NAME=SIZE",
+        help="dimensions, e.g. replicate=4 shard=16 (default: one over all ranks)",
+    )
+    parser.add_argument("--by", choices=("parameter", "unit"), default="parameter")
+    parser.add_argument("--json", action="store_true", help="plain values in place of a table")
+
+
+def dimension_of(text: str) -> tuple[str, int]:
+    """Read `shard=16`."""
+    found = re.fullmatch(r"(\w+)=([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a name and a size, like shard=16")
+    return found[1], int(found[2])
+
+
+def run_describe(options: Any) -> int:
+    """Print the description; returns the exit status."""
+    return answered("describe", partial(_describe, options))
+
+
+def _describe(options: Any) -> None:
+    check_one_model(options)
+    if options.annotate and options.policy:
+        raise Refused("--annotate picks the units itself: leave --policy out")
+    if options.hf is None:
+        make = maker_of(options, None)
+    else:
+        make = partial(made_of_config, *configured(options))
+    if options.annotate:
+        annotate = function_of(options.annotate, "annotate")
+    else:
+        annotate = _plan_of(make, options.policy)
+    mesh = dict(options.mesh) if options.mesh else None
+    with simulated_model(make, annotate, ranks=options.ranks, mesh=mesh) as model:
+        found = describe(model, by=options.by)
+    try:
+        _show_description(json.dumps(found.to_dict()) if options.json else found)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads, as `head` does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _plan_of(make: Callable[[], nn.Module], policy: str | None) -> Callable[..., object]:
+    with torch.device("meta"):
+        model = make()
+    try:
+        return Plan("fully_shard", blocks_of(model, policy)).annotate
+    except ForecastError:  # nothing repeats
+        return lambda model, mesh: fully_shard(model, mesh=mesh)
+
+
+def _show_description(found: object) -> None:
+    """Print a table, in a terminal as one of rich where it is installed; or text as it is."""
+    if sys.stdout.isatty() and not isinstance(found, str):
+        with suppress(ModuleNotFoundError):
+            import_module("rich.console").Console().print(found)
+            return
+    print(found)
