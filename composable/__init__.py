@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from composable import errors, traversal
 from composable.api.accumulation import no_sync, reduce_gradients
-from composable.api.checkpoint import checkpoint
+from composable.api.activations import checkpoint, offload_activations
 from composable.api.comm_hooks import register_comm_hook
 from composable.api.fully_shard import fully_shard
-from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
 from composable.api.scopes import keep_unsharded, register_forward_method, reset, reshard, unshard
 from composable.api.tensor_parallel import declare_part
