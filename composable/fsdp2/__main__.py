@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 
-from composable.api.units import observe_annotations
+from composable.api.annotate import observe_annotations
 from composable.fsdp2.installation import install
 from composable.fsdp2.outcome import Outcome
 

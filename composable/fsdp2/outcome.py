@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from composable.api.units import UnitPlan
+from composable.api.annotate import UnitPlan
 from composable.contract.tree import SHARD
 from composable.fsdp2.on_cpus import asks_for_fsdp
 
