@@ -7,11 +7,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from composable import errors, traversal
-from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.activations import checkpoint, offload_activations
 from composable.api.comm_hooks import register_comm_hook
 from composable.api.data_parallel import fully_shard, replicate
-from composable.api.scopes import keep_unsharded, register_forward_method, reset, reshard, unshard
+from composable.api.explicit_calls import (
+    keep_unsharded,
+    no_sync,
+    reduce_gradients,
+    register_forward_method,
+    reset,
+    reshard,
+    unshard,
+)
 from composable.api.tensor_parallel import declare_part
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import contract, on_undo, registry, remove

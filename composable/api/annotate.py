@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.api import arguments, checks
-from composable.api.accumulation import no_sync
+from composable.api.explicit_calls import no_sync
 from composable.api.mesh import MeshPlan, device_of, mesh_plan_for, own_mesh_plan
 from composable.api.selection import (
     Ignored,

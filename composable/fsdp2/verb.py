@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from composable.api import data_parallel
 from composable.api.arguments import Placement
+from composable.api.explicit_calls import register_forward_method
 from composable.api.mesh import Mesh, MeshDims, MeshPlan
-from composable.api.scopes import register_forward_method
 from composable.checked import checked
 from composable.contract.contract import registry
 from composable.contract.naming import modules_of

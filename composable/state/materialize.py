@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from composable.api.scopes import units_in
+from composable.api.explicit_calls import units_in
 from composable.checked import RealDtype, checked
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.written import written
