@@ -19,7 +19,7 @@ from composable.api.explicit_calls import (
     reshard,
     unshard,
 )
-from composable.api.tensor_parallel import declare_part
+from composable.api.tensor_parallel import apply_tp_plan, declare_part
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import contract, on_undo, registry, remove
 from composable.features import traced as _traced  # noqa: F401  (takes its place in the engine)
@@ -39,7 +39,6 @@ from composable.report import explain as _explain  # noqa: F401  (takes its plac
 from composable.state.full import Streamed, export, full_state_dict, stream_full
 
 if TYPE_CHECKING:
-    from composable.api.apply_tp_plan import apply_tp_plan
     from composable.extras.averaging.averaging import (
         HierarchicalAverager,
         PeriodicAverager,
@@ -143,7 +142,6 @@ _LAZY = {
     "LocalSteps": "composable.extras.averaging.outer_steps",
     "PeriodicAverager": "composable.extras.averaging.averaging",
     "Watch": "composable.extras.watch.watch",
-    "apply_tp_plan": "composable.api.apply_tp_plan",
     "average_parameters": "composable.extras.averaging.averaging",
     "describe": "composable.report.describe",
     "join": "composable.extras.uneven.join",

@@ -20,6 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from composable.api import arguments, checks
+from composable.api.agreement import (
+    failures_shared,
+    failures_shared_across,
+    failures_shared_with,
+    synchronise,
+)
 from composable.api.explicit_calls import no_sync
 from composable.api.mesh import MeshPlan, device_of, mesh_plan_for, own_mesh_plan
 from composable.api.selection import (
@@ -29,8 +35,7 @@ from composable.api.selection import (
     picked_units,
     refuse_read_by_parent,
 )
-from composable.api.sync_module_states import failures_shared, synchronise
-from composable.api.tensor_parallel import failures_shared_across, failures_shared_with, forms_of
+from composable.api.tensor_parallel import forms_of
 from composable.checked import check_arguments
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.comm.mesh_info import communication_device

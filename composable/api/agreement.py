@@ -14,18 +14,20 @@ or values.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from composable.api.mesh import comms_along
+from composable.api.selection import Ignored, ids_of_ignored
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.config import SYNC_MODES
-from composable.contract.tree import Managed
+from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.param import copy_attributes
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 from composable.features.dtensor_form import mesh_and_placements
@@ -46,7 +48,7 @@ def _refuse_unknown_mode(mode: str) -> None:
         )
 
 
-# --- the check ----------------------------------------------------------------------------------
+# --- failures ----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -64,6 +66,52 @@ def failures_shared(verb: str, comm: Comm, mode: str) -> Iterator[None]:
             comm.min_max([1, *([0] * len(_CURES))], _LAUNCH)
             comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", _LAUNCH)
         raise
+
+
+@contextmanager
+def failures_shared_across(
+    verb: str,
+    modules: Sequence[nn.Module],
+    ignored_params: Ignored,
+    device: torch.device,
+) -> Iterator[None]:
+    """Around what the ranks of a unit agree on: a failure here is shared across parameters' meshes.
+
+    It fails on all ranks over which parameters are tensor parallel, too.
+    """
+    ignored: Mapping[int, None] = {}
+    with suppress(Exception):  # of which the validation tells
+        ignored = ids_of_ignored(modules, ignored_params)
+    found = [
+        mesh_and_placements(each.tensor) for each in managed_parameters(modules, ignored=ignored)
+    ]
+    meshes = dict.fromkeys(each[0] for each in found if each is not None)
+    comms = [comm for mesh in meshes for comm in comms_along(mesh, device)]
+    with failures_shared_with(verb, comms, "tensor-parallel rank"):
+        yield
+
+
+@contextmanager
+def failures_shared_with(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
+    """Around what all ranks of `comms` do: a failure here is raised on all of them."""
+    launch = Launch(f"agreement of {verb}() with each other {whom}")
+    try:
+        yield
+    except Exception as error:
+        for comm in comms:
+            comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", launch)
+        raise
+    failed = ""
+    for comm in comms:
+        said = comm.all_gather_objects(failed, launch)
+        failed = failed or next(filter(None, said), "")
+    if failed:
+        raise RanksDisagreeError(
+            f"{verb}: another {whom} failed, so no rank annotates the module: {failed}"
+        )
+
+
+# --- the check -----------------------------------------------------------------------------------
 
 
 def _kind(entry: Managed[Tensor]) -> str:
