@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
-from composable.api.selection import select_callable
+from composable.api.arguments import select_callable
 from composable.checked import NonNegativeInt, checked
 from composable.contract.contract import Target, Verb, contract, on_undo
 from composable.contract.hooks import Bracket, attach, detach

@@ -22,8 +22,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from composable.api.arguments import Ignored, ids_of_ignored
 from composable.api.mesh import comms_along
-from composable.api.selection import Ignored, ids_of_ignored
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.config import SYNC_MODES
@@ -68,16 +68,11 @@ def failures_shared(verb: str, comm: Comm, mode: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def failures_shared_across(
-    verb: str,
-    modules: Sequence[nn.Module],
-    ignored_params: Ignored,
-    device: torch.device,
-) -> Iterator[None]:
-    """Around what the ranks of a unit agree on: a failure here is shared across parameters' meshes.
-
-    It fails on all ranks over which parameters are tensor parallel, too.
+def comms_of_parameters(
+    modules: Sequence[nn.Module], ignored_params: Ignored, device: torch.device
+) -> list[Comm]:
+    """The communicators of the meshes over which parameters are tensor parallel: what fails on a
+    rank of a unit fails on their ranks, too.
     """
     ignored: Mapping[int, None] = {}
     with suppress(Exception):  # of which the validation tells
@@ -86,9 +81,7 @@ def failures_shared_across(
         mesh_and_placements(each.tensor) for each in managed_parameters(modules, ignored=ignored)
     ]
     meshes = dict.fromkeys(each[0] for each in found if each is not None)
-    comms = [comm for mesh in meshes for comm in comms_along(mesh, device)]
-    with failures_shared_with(verb, comms, "tensor-parallel rank"):
-        yield
+    return [comm for mesh in meshes for comm in comms_along(mesh, device)]
 
 
 @contextmanager

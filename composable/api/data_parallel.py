@@ -7,9 +7,8 @@ from typing import Any, Final
 from torch.distributed import fsdp
 
 from composable.api.annotate import annotate
-from composable.api.arguments import MixedPrecision, Offload, Placement
+from composable.api.arguments import Ignored, MixedPrecision, Offload, Placement
 from composable.api.mesh import Mesh, MeshDims, mesh_plan_of_dims
-from composable.api.selection import Ignored
 from composable.checked import NonNegativeInt, PositiveFloat
 from composable.config import GradReduce, StateSync
 from composable.contract.contract import Target, contract
@@ -169,10 +168,8 @@ def fully_shard(
 
     After Zhao et al., "PyTorch FSDP" (VLDB 2023), and Rajbhandari et al., "ZeRO" (SC 2020).
     """
-    if dp_mesh_dims is not None:
-        mesh = mesh_plan_of_dims("fully_shard", mesh, dp_mesh_dims)
     options: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": mesh_plan_of_dims("fully_shard", mesh, dp_mesh_dims),
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": mp_policy,
         "prefetch": prefetch,
@@ -264,10 +261,13 @@ def replicate(
             "replicate() has no argument 'offload_policy'; replicated parameters stay on their"
             " device; leave it out, or shard with fully_shard(offload_policy=)"
         )
-    if dp_mesh_dims is not None:
-        mesh = mesh_plan_of_dims("replicate", mesh, dp_mesh_dims)
-    options: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy}
-    options |= {"gradient_as_bucket_view": gradient_as_bucket_view}
-    options |= {"broadcast_buffers": broadcast_buffers, "grad_reduce": grad_reduce}
+    options: dict[str, Any] = {
+        "mesh": mesh_plan_of_dims("replicate", mesh, dp_mesh_dims),
+        "bucket_cap_mb": bucket_cap_mb,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
+        "mp_policy": mp_policy,
+        "grad_reduce": grad_reduce,
+        "broadcast_buffers": broadcast_buffers,
+    }
     annotate(replicate, module, policy, ignored_params, sync_module_states, options)
     return module

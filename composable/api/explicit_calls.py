@@ -239,12 +239,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         >>> register_forward_method(model, "generate")
         >>> model.generate(prompt)
     """
+    units_in("register_forward_method", module, recurse=False)
     module = unwrapped(module)
-    if annotation_of(module) is None:
-        raise NotAnnotatedError(
-            f"register_forward_method: {module_name(module)} is not annotated; call fully_shard or"
-            " replicate on it first"
-        )
     kind = type(module)
     own = vars(module).get(name, getattr(kind, name, None))
     if not callable(own):

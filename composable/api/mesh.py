@@ -86,12 +86,10 @@ class MeshDims(Protocol):
     @property
     def shard(self) -> str | tuple[str, ...] | None:
         """Those to shard over."""
-        ...
 
     @property
     def replicate(self) -> str | tuple[str, ...] | None:
         """Those to replicate over."""
-        ...
 
 
 Mesh = (
@@ -246,12 +244,14 @@ def mesh_plan_for(
     return plan
 
 
-def mesh_plan_of_dims(verb: str, mesh: Mesh, dims: Any) -> MeshPlan:
+def mesh_plan_of_dims(verb: str, mesh: Mesh, dims: Any) -> Mesh:
     """The dimensions of `mesh` that torch's `DataParallelMeshDims` names, several of one role
-    flattened.
+    flattened; `mesh` itself if `dims` is None.
 
     Process groups are made where torch makes them: all ranks of `mesh` call it together.
     """
+    if dims is None:
+        return mesh
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         raise MeshError(
             f"{verb}: dp_mesh_dims names dimensions of mesh=, which must be a DeviceMesh with"

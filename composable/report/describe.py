@@ -588,9 +588,7 @@ def _described_by_place(unit: Unit) -> dict[Place, _Described]:
     }
 
 
-def _mesh_and_placements(
-    each: _Described,
-) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+def _mesh_and_placements(each: _Described) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
     """Return the mesh of all ranks that have a part or a copy, and the placements there."""
     own = each.at_rest if isinstance(each.at_rest, DTensor) else None
     kept: tuple[Placement, ...] = ()
