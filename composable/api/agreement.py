@@ -107,18 +107,15 @@ def failures_shared_with(verb: str, comms: Sequence[Comm], whom: str) -> Iterato
 # --- the check -----------------------------------------------------------------------------------
 
 
-def _kind(entry: Managed[Tensor]) -> str:
-    return "parameter" if isinstance(entry.tensor, nn.Parameter) else "buffer"
-
-
 def _name(entry: Managed[Tensor]) -> str:
-    return f"{_kind(entry)} '{entry.fqn}'"
+    return f"{'parameter' if isinstance(entry.tensor, nn.Parameter) else 'buffer'} '{entry.fqn}'"
 
 
 def _describe(entry: Managed[Tensor]) -> str:
     """All that must be the same on all ranks but the values."""
     dtype = str(entry.tensor.dtype).removeprefix("torch.")
-    frozen = ", frozen" if _kind(entry) == "parameter" and not entry.tensor.requires_grad else ""
+    is_frozen = isinstance(entry.tensor, nn.Parameter) and not entry.tensor.requires_grad
+    frozen = ", frozen" if is_frozen else ""
     others = [repr(place.fqn) for place in entry.places[1:]]
     tied = f", tied to {', '.join(others)}" if others else ""
     found = mesh_and_placements(entry.tensor)

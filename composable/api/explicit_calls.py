@@ -279,9 +279,6 @@ def _call_as_forward(
 
 Level = Literal["all", "replicate"]
 
-# for sharded units; replicated ones always hold
-_LEVELS: Final[dict[Level, SyncMode]] = {"all": SyncMode.HOLD, "replicate": SyncMode.HOLD_SHARDS}
-
 
 @checked
 @contextmanager
@@ -324,7 +321,8 @@ def no_sync(module: nn.Module, *, enabled: bool = True, level: Level = "all") ->
     scope = object()
     try:
         for unit in units:
-            mode = _LEVELS[level] if unit.is_sharded else SyncMode.HOLD
+            reduces_shards = level == "replicate" and unit.is_sharded
+            mode = SyncMode.HOLD_SHARDS if reduces_shards else SyncMode.HOLD
             unit.gradients.accumulation.open_scope(scope, mode if enabled else SyncMode.REDUCE)
         yield
     finally:
