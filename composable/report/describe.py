@@ -6,7 +6,7 @@ It reads units and the registry, and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from itertools import chain, product
@@ -94,8 +94,6 @@ def describe(
         >>> print(describe(model, by="parameter"))
     """
     module = unwrapped(module)
-    if by == "parameter":
-        return _describe_parameters(module)
     rows: dict[Unit, UnitRow] = {}
     elsewhere: dict[str, tuple[str, ...]] = {}
     not_offloaded = []
@@ -110,6 +108,8 @@ def describe(
             rows[annotation.state] = _unit_row(name, annotation.state, verbs)
         if OFFLOAD in verbs and _offloads_nothing(below):
             not_offloaded.append(unit_name(name))
+    if by == "parameter":
+        return _describe_parameters(module, {unit: row.unit for unit, row in rows.items()})
     others = []
     if ignored := _ignored(rows):
         others.append(_row(IGNORED, [module], [], ignored))
@@ -342,19 +342,16 @@ def _unit_row(name: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
     if spec.grouping.on_host:
         used = any(isinstance(group, OffloadedGroup) for group in unit.groups)
         offload = "host" if used else "no effect"
-    return _row(
-        name,
-        unit.modules,
-        verbs,
-        parameters,
+    # A unit whose parameters differ in dtype has several groups.
+    states = _unique(group.state.name for group in unit.groups if group.takes_message)
+    return replace(
+        _row(name, unit.modules, verbs, parameters),
         ranks=unit.mesh_info.all.size,
         computes_in=_names_of(group.precision.compute for group in unit.groups),
         reduces_in=_names_of(group.precision.reduce for group in unit.groups),
         placements=_unique(map(_placements_of, parameters)) if is_sharded else ("replicated",),
         after_forward=_after_forward(spec.reshard_after_forward) if is_sharded else "-",
-        # A unit whose parameters differ in dtype has several groups.
-        state=", ".join(_unique(group.state.name for group in unit.groups if group.takes_message))
-        or "-",
+        state=", ".join(states) or "-",
         grad_reduce=grad_reduce_in_words(spec.divisor),
         comm_hook=names_of_hooks(unit.gradients),
         offload=offload,
@@ -362,13 +359,9 @@ def _unit_row(name: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
 
 
 def _row(
-    name: str,
-    modules: Iterable[nn.Module],
-    verbs: Sequence[str],
-    parameters: Sequence[nn.Parameter],
-    **of_unit: Any,
+    name: str, modules: Iterable[nn.Module], verbs: Sequence[str], parameters: Sequence[Tensor]
 ) -> UnitRow:
-    """Make the row of parameters that are this process's own, or with what is known `of_unit`."""
+    """Make the row of parameters that are this process's own."""
     dtypes = _names_of(each.dtype for each in parameters)
     return UnitRow(
         unit=name,
@@ -379,8 +372,9 @@ def _row(
         bytes=_bytes(parameters),
         bytes_per_rank=_bytes(locals_of(parameters)),
         dtypes=dtypes,
+        computes_in=dtypes,
+        reduces_in=dtypes,
         checkpointed="checkpoint" in verbs,
-        **({"computes_in": dtypes, "reduces_in": dtypes} | of_unit),
     )
 
 
@@ -538,12 +532,8 @@ class ParameterDescription(Table[ParameterRow]):
         return {"parameters": [asdict(row) for row in self.rows]}
 
 
-def _describe_parameters(module: nn.Module) -> ParameterDescription:
-    """Describe the parameters of an annotated model, or of any other one."""
-    units: dict[Unit, str] = {}
-    for name, below in module.named_modules():
-        if (annotation := annotation_of(below)) is not None:
-            units.setdefault(annotation.state, name)
+def _describe_parameters(module: nn.Module, units: dict[Unit, str]) -> ParameterDescription:
+    """Describe parameters; `units` are those below `module`, with their FQNs there."""
     registered = list(registered_parameters(module, stop=()))
     for _, parameter in registered:
         if (unit := unit_of(parameter)) is not None:  # which may be of a module around `module`
