@@ -253,14 +253,11 @@ def _broadcast(
 def _materialise(entry: Managed[Any], device: torch.device) -> Tensor:
     """A tensor with memory in place of one on the meta device, registered at all its places."""
     with torch.inference_mode(False):
-        tensor = torch.empty_like(entry.tensor, dtype=entry.tensor.dtype, device=device)
-        if not isinstance(entry.tensor, nn.Parameter):
-            for place in entry.places:
-                place.module._buffers[place.name] = tensor
-            return tensor
-        parameter = nn.Parameter(tensor, requires_grad=entry.tensor.requires_grad)
-    copy_attributes(entry.tensor, parameter)
+        made = torch.empty_like(entry.tensor, dtype=entry.tensor.dtype, device=device)
+        if isinstance(entry.tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=entry.tensor.requires_grad)
+            copy_attributes(entry.tensor, made)
     for place in entry.places:
-        # recurrent modules keep a list of their parameters, too
-        setattr(place.module, place.name, parameter)
-    return parameter
+        # not into the tables of the module: recurrent ones keep a list of their parameters, too
+        setattr(place.module, place.name, made)
+    return made

@@ -91,8 +91,7 @@ def tied_to_replicated(
         by, first = unit.spec.verb, unit.modules[0]
         of_owner = {id(each): fqn for top in unit.modules for fqn, each in top.named_modules()}
         if all(id(module) in of_owner for module in modules):
-            name = of_owner[id(modules[0])]
-            inner = f"'{name}'" if name else module_name(modules[0])
+            inner = module_name(modules[0], of_owner[id(modules[0])])
             hint = ", or use policy=" if by == verb else ""
             raise AnnotationError(
                 f"{inner} is inside already-{_DONE[by]} '{unit.name}'; annotate children"
