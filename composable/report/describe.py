@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from composable.api.mesh import is_alone
 from composable.checked import checked
-from composable.comm import is_distributed
 from composable.compilation import unwrapped
 from composable.config import grad_reduce_in_words
 from composable.contract.contract import registry
@@ -117,7 +116,11 @@ def describe(
     if rest and annotation_of(module) is None:
         name = "(rest)" if elsewhere else NOT_ANNOTATED
         others.append(_row(name, [module], list(registry(module)), rest))
-    alone = tuple(row.unit for unit, row in rows.items() if _is_on_one_rank(unit))
+    alone = tuple(
+        row.unit
+        for unit, row in rows.items()
+        if is_alone(unit.mesh_info.mesh, (param.at_rest for param in unit.params))
+    )
     return Description((*rows.values(), *others), elsewhere, tuple(not_offloaded), alone)
 
 
@@ -313,12 +316,6 @@ class Description(Table[UnitRow]):
             if found := [unit_name(row.unit) for row in self.rows if row.offload == offload]:
                 notes.append(f"offload_policy: {meaning}: {few(found)}")
         return notes
-
-
-def _is_on_one_rank(unit: Unit) -> bool:
-    mesh = unit.mesh_info.mesh
-    at_rest = (param.at_rest for param in unit.params)
-    return mesh is not None and is_distributed() and is_alone(mesh, at_rest)
 
 
 def _offloads_nothing(module: nn.Module) -> bool:
