@@ -24,14 +24,7 @@ from composable.checked import checked
 from composable.compilation import unwrapped
 from composable.config import grad_reduce_in_words
 from composable.contract.contract import registry
-from composable.contract.tree import (
-    REPLICATE,
-    SHARD,
-    Place,
-    annotation_of,
-    managed_parameters,
-    registered_parameters,
-)
+from composable.contract.tree import REPLICATE, SHARD, Place, annotation_of, registered_parameters
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.param_group import ParamGroup
@@ -107,13 +100,14 @@ def describe(
             rows[annotation.state] = _unit_row(name, annotation.state, verbs)
         if OFFLOAD in verbs and _offloads_nothing(below):
             not_offloaded.append(unit_name(name))
+    found = _parameters_of(module, {unit: row.unit for unit, row in rows.items()})
     if by == "parameter":
-        return _describe_parameters(module, {unit: row.unit for unit, row in rows.items()})
-    others = []
-    if ignored := _ignored(rows):
-        others.append(_row(IGNORED, [module], [], ignored))
-    rest = [managed.tensor for managed in managed_parameters([module])]
-    if rest and annotation_of(module) is None:
+        parts_of = cache(_parts_of)
+        return ParameterDescription(tuple(_parameter_row(each, parts_of) for each in found))
+    ignored = [each.at_rest for each in found if each.unit_name == IGNORED]
+    rest = [e.at_rest for e in found if e.unit not in rows and e.unit_name != IGNORED]
+    others = [_row(IGNORED, [module], [], ignored)] if ignored else []
+    if rest:
         name = "(rest)" if elsewhere else NOT_ANNOTATED
         others.append(_row(name, [module], list(registry(module)), rest))
     alone = tuple(
@@ -325,13 +319,6 @@ def _offloads_nothing(module: nn.Module) -> bool:
     return not (any(map(has_streams, devices)) if devices else any_has_streams())
 
 
-def _ignored(units: Iterable[Unit]) -> list[nn.Parameter]:
-    """`ignored_params`, which the caller trains, each rank its own."""
-    registered = [place.registered for unit in units for place in unit.spec.left_alone]
-    found = [each for each in registered if each is not None and unit_of(each) is None]
-    return list({id(each): each for each in found}.values())
-
-
 def _unit_row(name: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
     spec, is_sharded = unit.spec, unit.spec.verb == SHARD
     parameters = [param.at_rest for param in unit.params]
@@ -529,30 +516,6 @@ class ParameterDescription(Table[ParameterRow]):
         return {"parameters": [asdict(row) for row in self.rows]}
 
 
-def _describe_parameters(module: nn.Module, units: dict[Unit, str]) -> ParameterDescription:
-    """Describe parameters; `units` are those below `module`, with their FQNs there."""
-    registered = list(registered_parameters(module, stop=()))
-    for _, parameter in registered:
-        if (unit := unit_of(parameter)) is not None:  # which may be of a module around `module`
-            units.setdefault(unit, unit.name)
-    # in scopes and calls modules hold something else than what rests
-    managed = {place: each for unit in units for place, each in _described_by_place(unit).items()}
-    ignored = {id(place.registered) for unit in units for place in unit.spec.left_alone}
-
-    found: dict[int, tuple[_Described, list[str]]] = {}
-    for place, parameter in registered:
-        each = managed.get(place) or _Described(parameter)
-        found.setdefault(id(each.at_rest), (each, []))[1].append(place.fqn)
-    parts_of = cache(_parts_of)
-    rows = []
-    for each, names in found.values():
-        unit_named = IGNORED if id(each.at_rest) in ignored else NOT_ANNOTATED
-        if each.unit is not None:
-            unit_named = units[each.unit]
-        rows.append(_parameter_row(each, names, unit_named, parts_of))
-    return ParameterDescription(tuple(rows))
-
-
 class _Described(NamedTuple):
     """A parameter, and the unit that manages it, if any, with its group and slot there.
 
@@ -560,19 +523,35 @@ class _Described(NamedTuple):
     """
 
     at_rest: nn.Parameter
+    names: list[str]
+    unit_name: str
     unit: Unit | None = None
     param: ManagedParam | None = None
     group: ParamGroup | None = None
     slot: Slot | None = None
 
 
-def _described_by_place(unit: Unit) -> dict[Place, _Described]:
-    slots = {param: (group, slot) for group in unit.groups for param, slot in group.members}
-    return {
-        place: _Described(param.at_rest, unit, param, *slots.get(param, (None, None)))
-        for param in unit.params
-        for place in param.info.places
-    }
+def _parameters_of(module: nn.Module, units: dict[Unit, str]) -> list[_Described]:
+    """List the parameters in `module`; `units` are those below it, with their FQNs there."""
+    registered = list(registered_parameters(module, stop=()))
+    for _, parameter in registered:
+        if (unit := unit_of(parameter)) is not None:  # which may be of a module around `module`
+            units.setdefault(unit, unit.name)
+    ignored = {id(place.registered) for unit in units for place in unit.spec.left_alone}
+    # in scopes and calls modules hold something else than what rests
+    managed: dict[Place, _Described] = {}
+    for unit, name in units.items():
+        slots = {param: (group, slot) for group in unit.groups for param, slot in group.members}
+        for param in unit.params:
+            of_group = slots.get(param, (None, None))
+            each = _Described(param.at_rest, [], name, unit, param, *of_group)
+            managed |= dict.fromkeys(param.info.places, each)
+    found: dict[int, _Described] = {}
+    for place, parameter in registered:
+        other = _Described(parameter, [], IGNORED if id(parameter) in ignored else NOT_ANNOTATED)
+        each = managed.get(place, other)
+        found.setdefault(id(each.at_rest), each).names.append(place.fqn)
+    return list(found.values())
 
 
 def _mesh_and_placements(each: _Described) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
@@ -592,9 +571,7 @@ def _mesh_and_placements(each: _Described) -> tuple[DeviceMesh, tuple[Placement,
     return mesh, (*kept, *[Replicate()] * (mesh.ndim - len(kept)))
 
 
-def _parameter_row(
-    each: _Described, names: Sequence[str], unit: str, parts_of: Any
-) -> ParameterRow:
+def _parameter_row(each: _Described, parts_of: Any) -> ParameterRow:
     at_rest, group, slot = each.at_rest, each.group, each.slot
     shape, local, found = tuple(at_rest.shape), local_tensor(at_rest), _mesh_and_placements(each)
     parts = () if found is None else parts_of(*found, shape)
@@ -604,9 +581,9 @@ def _parameter_row(
     if group is not None and slot is not None:
         padding = slot.chunk_numel - slot.local_numel(group.comm.rank)
     return ParameterRow(
-        name=names[0],
-        tied=tuple(names[1:]),
-        unit=unit,
+        name=each.names[0],
+        tied=tuple(each.names[1:]),
+        unit=each.unit_name,
         annotation="-" if each.unit is None else each.unit.spec.verb,
         shape=shape,
         placements=tuple(map(str, at_rest.placements)) if isinstance(at_rest, DTensor) else (),
