@@ -42,7 +42,6 @@ from composable.contract.tree import (
     managed_parameters,
     names_below,
     registered_parameters,
-    walk,
 )
 from composable.engine.edits.copies import attach_copying, detach_copying
 from composable.engine.edits.loading import StateDictHooks, keep_attributes
@@ -439,9 +438,8 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
         on_undo(partial(detach_copying, module))
     unit.build()
     if mesh_info.mesh is not None:
-        for top in plan.modules:
-            for _, module in walk(top, stop=(SHARD, REPLICATE)):
-                add_attribute(module, _MANAGED, _GathersFlag(unit))
+        for module in arguments.own_modules(plan.modules):
+            add_attribute(module, _MANAGED, _GathersFlag(unit))
         if name == SHARD:
             arguments.move_buffers(plan.modules, mesh_info.device)
     visit = Visit(unit)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from fnmatch import fnmatchcase
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Annotated, Any, Final
 
 import torch
@@ -144,6 +144,11 @@ def _around(fqn: str) -> list[str]:
     return list(accumulate(fqn.split("."), "{}.{}".format))
 
 
+def own_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of a unit: `modules`, and those below that have no annotation around them."""
+    return [each for top in modules for _, each in walk(top, stop=(SHARD, REPLICATE))]
+
+
 def select_callable(
     verb: str, policy: PolicyLike, root: nn.Module, allowed: Collection[str], **so: str
 ) -> dict[nn.Module, dict[str, Any]]:
@@ -186,7 +191,7 @@ def picked_units(
             f"{verb}: a policy picks units below one module; it cannot be given with a list"
         )
     picked = select_callable(verb, policy, modules[0], allowed)
-    reachable = {id(m) for _, m in walk(modules[0], stop=(SHARD, REPLICATE))} - {id(modules[0])}
+    reachable = set(map(id, own_modules(modules))) - {id(modules[0])}
     return {
         module: overrides
         for module, overrides in picked.items()
@@ -233,7 +238,7 @@ def exact_modules(
     """The modules of a unit that keep their dtype (`full_precision_classes`), without those inside
     of others.
     """
-    below = [each for module in modules for _, each in walk(module, stop=(SHARD, REPLICATE))]
+    below = own_modules(modules)
     found = dict.fromkeys(each for each in below if isinstance(each, precision.exact_classes))
     inside = {id(each) for module in found for each in module.modules() if each is not module}
     return tuple(module for module in found if id(module) not in inside)
@@ -269,8 +274,7 @@ def buffer_holders(
     asked = precision.buffer_dtype
     if asked is None:
         return ()
-    walks = [walk(module, stop=(SHARD, REPLICATE)) for module in modules]
-    below = dict.fromkeys(each for _, each in chain.from_iterable(walks))
+    below = dict.fromkeys(own_modules(modules))
     if not isinstance(asked, Mapping):
         exact = ids_of_exact(modules, precision)
         return tuple(BufferHolder(each, asked) for each in below if id(each) not in exact)
