@@ -225,6 +225,9 @@ def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) ->
     getattr(module, CONVERT)(function)
 
 
+_reshape_alias: Final[Callable[..., Tensor]] = torch.ops.aten._reshape_alias.default
+
+
 def view_without_memory(
     start: Tensor, shape: Sequence[int], strides: Sequence[int]
 ) -> Tensor | None:
@@ -232,7 +235,7 @@ def view_without_memory(
     Public views check the size of the storage. None if the device does not implement it.
     """
     try:
-        return torch.ops.aten._reshape_alias(start, shape, strides)  # type: ignore[no-any-return]
+        return _reshape_alias(start, shape, strides)
     except NotImplementedError:
         return None
 
@@ -450,6 +453,12 @@ def parameter_around(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
     return tensor  # type: ignore[return-value]
 
 
+# The parameters of blocks that repeat have equal specs, and torch takes 20 us to make one. Each
+# holds its mesh, so that no other mesh has its `id`.
+_SPECS: Final[dict[Any, Any]] = {}
+_MOST_SPECS: Final = 64
+
+
 def wrap(
     local: Tensor,
     mesh: DeviceMesh,
@@ -464,9 +473,15 @@ def wrap(
     Public is only `DTensor.from_local`, which moves a local tensor to the device of the mesh, and
     is an operation to autograd.
     """
-    meta = TensorMeta(shape, stride, local.dtype)
+    # The mesh by identity: an equal one may have other process groups.
+    key = (id(mesh), tuple(placements), shape, stride, local.dtype)
     with torch.inference_mode(False):
-        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+        spec = _SPECS.get(key)
+        if spec is None:
+            if len(_SPECS) == _MOST_SPECS:
+                _SPECS.clear()
+            meta = TensorMeta(shape, stride, local.dtype)
+            spec = _SPECS[key] = DTensorSpec(mesh, key[1], tensor_meta=meta)
         stand_in = torch.empty(0, dtype=local.dtype, device=device or local.device)
         (made,) = dtensors_around([local], [spec], stand_in)
         return made

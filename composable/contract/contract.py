@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -258,6 +259,23 @@ _TABLES: Final = tuple(
 _LISTS: Final = ("_flat_weights",)  # recurrent modules keep their parameters in a list, too
 
 
+@contextmanager
+def _outer_verb(target: Any) -> Iterator[None]:
+    """Name modules from `target`, and pause Python's garbage collector.
+
+    Nearly all objects that a verb makes live on. To look through them many times takes as long as
+    to make them.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with naming(target) if isinstance(target, nn.Module) else nullcontext():
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _snapshot(roots: Iterable[nn.Module]) -> Callable[[], None]:
     """Return a function that puts all modules below `roots` back into the state that they have now.
 
@@ -468,7 +486,7 @@ def contract(
             outer = _running.get()
             call_site = outer[-1].call_site if outer else calling_site()
             # The target of the outermost verb gives the names for everything inside.
-            with naming(target) if isinstance(target, nn.Module) and not outer else nullcontext():
+            with _outer_verb(target) if not outer else nullcontext():
                 record = Annotation(
                     name,
                     arguments,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -223,3 +225,26 @@ def test_the_names_of_a_tree_with_cycles_or_modules_shared_on_many_levels_are_co
     loop.append(loop)
     mark(loop)
     assert mark.state(loop).modules == [loop]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_garbage_collector_pauses_while_a_verb_runs(collects: bool, fails: bool):
+    seen = []
+
+    @contract()
+    def outer(module):
+        mark(module[0])
+        seen.append(gc.isenabled())
+        if fails:
+            raise ValueError("after a verb inside of it")
+
+    was = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        with pytest.raises(ValueError, match="after a verb") if fails else nullcontext():
+            outer(nn.Sequential(nn.Linear(2, 2)))
+        assert seen == [False]
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if was else gc.disable)()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 from weakref import ref
 
@@ -368,12 +369,16 @@ def _when_accumulated(
     Weak: torch holds it where the garbage collector does not look, and the unit holds the
     parameter.
     """
-    to_unit, to_param = ref(unit), ref(param)
+    return partial(_accumulated, tell, ref(unit), ref(param))
 
-    @untraced
-    def arrived(form: Tensor) -> None:
-        unit, param = to_unit(), to_param()
-        if unit is not None and param is not None:
-            tell(unit, param, form)
 
-    return arrived
+@untraced
+def _accumulated(
+    tell: Callable[[UnitGradients, ManagedParam, Tensor], None],
+    to_unit: Callable[[], UnitGradients | None],
+    to_param: Callable[[], ManagedParam | None],
+    form: Tensor,
+) -> None:
+    unit, param = to_unit(), to_param()
+    if unit is not None and param is not None:
+        tell(unit, param, form)

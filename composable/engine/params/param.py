@@ -46,7 +46,6 @@ from typing_extensions import override
 
 from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
-from composable.compilation import untraced
 from composable.contract.tree import Place
 from composable.engine.params.layout import Route, Slot
 from composable.tensors.dtensors import (
@@ -378,15 +377,15 @@ def defer_hooks(
     deferred = getattr(users, "deferred", None)
     if deferred is None:  # an empty one is false, and handles of users know it
         deferred = DeferredHooks(users)
-    hook = deferred.of_engine = untraced(arrived)
+    deferred.of_engine = arrived
     parameter._post_accumulate_grad_hooks = deferred
 
     def undo() -> None:
-        ignore_arrivals([(deferred, _OF_ENGINE, hook)])
+        ignore_arrivals([(deferred, _OF_ENGINE, arrived)])
         if hooks_after_accumulation(parameter) is deferred:
             parameter._post_accumulate_grad_hooks = deferred.of_users  # type: ignore[union-attr]
 
-    return (deferred, _OF_ENGINE, hook), undo
+    return (deferred, _OF_ENGINE, arrived), undo
 
 
 gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
