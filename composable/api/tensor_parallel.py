@@ -137,13 +137,12 @@ def _plans_for(model: nn.Module, *, experts: bool) -> tuple[dict[str, str], dict
             raise AnnotationError(
                 f"apply_tp_plan: parameter '{name}' is {what}, and cannot be cut by the plan"
             )
-    if not experts:
-        return tp_plan, {}
+    of_experts = ep_plan if experts else {}
     return {
         name: how
         for name, how in tp_plan.items()
-        if not any(f"{name}.".startswith(f"{left}.") for left in ep_plan)
-    }, ep_plan
+        if not any(f"{name}.".startswith(f"{left}.") for left in of_experts)
+    }, of_experts
 
 
 @checked
