@@ -149,16 +149,15 @@ def annotate(
             parameters = [each.managed for each in params]
             names = names_below(modules[0])
             treatment = [text for plan in plans for text in _treatment(name, plan, names)]
-        apart: dict[MeshPlan, list[Managed[nn.Parameter]]] = {}  # on meshes of their own
-        for each in params:
-            if each.own is not None:
-                apart.setdefault(each.own, []).append(each.managed)
-        left_out = {id(managed.tensor) for members in apart.values() for managed in members}
+        # the meshes of parameters that have one of their own
+        apart = dict.fromkeys(each.own for each in params if each.own is not None)
+        left_out = {id(each.managed.tensor) for each in params if each.own is not None}
         agreement.synchronise(
             name, comm, sync_module_states, parameters, buffers, treatment, left_out
         )
         with agreement.failures_shared_with(name, [comm] if apart else [], "rank of the module"):
-            for own, members in apart.items():
+            for own in apart:
+                members = [each.managed for each in params if each.own == own]
                 over = own.comm_of_all(device)
                 # ranks that agree on the arguments may be others
                 agreement.synchronise(
