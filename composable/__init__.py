@@ -23,7 +23,7 @@ from composable.api.tensor_parallel import apply_tp_plan, declare_part
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import contract, on_undo, registry, remove
 from composable.features import traced as _traced  # noqa: F401  (takes its place in the engine)
-from composable.fsdp2 import pipelines as _pipelines  # noqa: F401  (takes its place in the engine)
+from composable.fsdp2 import installation as _installation  # noqa: F401  (pipelines see modules)
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
 from composable.optim.shard_steps import step_on_shards
@@ -136,27 +136,23 @@ __all__ = [
 
 # The extras, and what most programs do not call: loaded when one of their names is first used.
 _LAZY = {
-    "EMA": "composable.extras.averaging.ema",
-    "HostOffload": "composable.state.host",
-    "HierarchicalAverager": "composable.extras.averaging.averaging",
-    "LocalSteps": "composable.extras.averaging.outer_steps",
-    "PeriodicAverager": "composable.extras.averaging.averaging",
-    "Watch": "composable.extras.watch.watch",
-    "average_parameters": "composable.extras.averaging.averaging",
-    "describe": "composable.report.describe",
-    "join": "composable.extras.uneven.join",
-    "joinable": "composable.extras.uneven.join",
-    "load": "composable.state.materialize",
-    "local_steps": "composable.extras.averaging.outer_steps",
-    "materialize": "composable.state.materialize",
-    "offload_to_host": "composable.state.host",
-    "rebind_optimizer": "composable.state.optimizers",
-    "refresh": "composable.state.materialize",
-    "skipped": "composable.extras.uneven.skipped",
-    "step_on_matrices": "composable.extras.matrices.matrix_steps",
-    "together": "composable.extras.uneven.together",
-    "summon_full_params": "composable.state.summon_full_params",
-    "watch": "composable.extras.watch.watch",
+    name: f"composable.{module}"
+    for module, names in {
+        "extras.averaging.averaging": "HierarchicalAverager PeriodicAverager average_parameters",
+        "extras.averaging.ema": "EMA",
+        "extras.averaging.outer_steps": "LocalSteps local_steps",
+        "extras.matrices.matrix_steps": "step_on_matrices",
+        "extras.uneven.join": "join joinable",
+        "extras.uneven.skipped": "skipped",
+        "extras.uneven.together": "together",
+        "extras.watch.watch": "Watch watch",
+        "report.describe": "describe",
+        "state.host": "HostOffload offload_to_host",
+        "state.materialize": "load materialize refresh",
+        "state.optimizers": "rebind_optimizer",
+        "state.summon_full_params": "summon_full_params",
+    }.items()
+    for name in names.split()
 }
 
 

@@ -17,7 +17,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
 from itertools import repeat
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -118,7 +118,6 @@ _ANYTHING: Final = _Kind(lambda _: True, "anything")
 _KNOWN: Final[dict[Any, _Kind]] = {
     Any: _ANYTHING,
     object: _ANYTHING,
-    None: _Kind(lambda value: value is None, "None"),
     NoneType: _Kind(lambda value: value is None, "None"),
     bool: _Kind(is_bool, "True or False"),
     int: _Kind(_is_int, "a whole number"),
@@ -128,14 +127,9 @@ _KNOWN: Final[dict[Any, _Kind]] = {
     nn.Parameter: _Kind(lambda value: isinstance(value, nn.Parameter), "a parameter"),
     Tensor: _Kind(lambda value: isinstance(value, Tensor), "a tensor"),
     torch.dtype: _Kind(lambda value: isinstance(value, torch.dtype), "a torch.dtype"),
+    os.PathLike: _Kind(_is_path, "a path (a string that is not empty, or os.PathLike)"),
 }
-_PATH: Final = _Kind(_is_path, "a path (a string that is not empty, or os.PathLike)")
 _NO_CONTAINERS: Final = (str, bytes, Tensor, Mapping)
-_PLURALS: Final[dict[Any, str]] = {
-    nn.Module: "modules",
-    nn.Parameter: "parameters",
-    Tensor: "tensors",
-}
 
 
 def _read(hint: Any) -> _Kind:
@@ -158,12 +152,8 @@ def _read(hint: Any) -> _Kind:
         return _KNOWN[kind]
     if kind is Callable:
         return _function(args)
-    if not isinstance(kind, type):
-        return _ANYTHING
     if getattr(kind, "_is_protocol", False):
         return _protocol(kind)
-    if kind is os.PathLike:
-        return _PATH
     if issubclass(kind, Iterable) and kind.__module__ in ("collections.abc", "builtins"):
         return _container(kind, args)
     return _Kind(lambda value: isinstance(value, kind), with_article(kind.__name__))
@@ -184,7 +174,7 @@ def _is_in(value: Any, known: frozenset[Any]) -> bool:
 def _union(args: Sequence[Any]) -> _Kind:
     if any((get_origin(each) or each) is os.PathLike for each in args):
         args = [each for each in args if each is not str]
-    kinds = [_read(each) for each in sorted(args, key=lambda each: each in (None, NoneType))]
+    kinds = [_read(each) for each in sorted(args, key=lambda each: each is NoneType)]
     tests = tuple(kind.fits for kind in kinds)
 
     def test(value: Any) -> bool:
@@ -221,7 +211,7 @@ def _protocol(kind: type) -> _Kind:
 def _subclass(of: Any) -> _Kind:
     return _Kind(
         lambda value: isinstance(value, type) and issubclass(value, of),
-        f"a class of {_PLURALS.get(of) or of.__name__ + 's'}",
+        f"a class of {'modules' if of is nn.Module else of.__name__ + 's'}",
     )
 
 
@@ -267,7 +257,7 @@ def _container(kind: type, args: tuple[Any, ...]) -> _Kind:
     inner = _read(member)
     if inner is _ANYTHING:
         return _Kind(lambda value: hasattr(type(value), "__iter__"), "a list")
-    words = f"a list of {_PLURALS.get(member) or _plural(inner.words)}"
+    words = f"a list of {'modules' if member is nn.Module else _plural(inner.words)}"
     if issubclass(kind, Sequence):
         fits = inner.fits
         return _Kind(
@@ -296,14 +286,12 @@ class _Checks:
 
     Attributes:
         positional: tests of the arguments that may be given by position, in order.
-        others: the test of `*others`, if there are such.
-        by_name: tests of those that may be given by name.
-        names: of those that may be given by position.
-        least: how many of these have no default.
-        needed: those that have none, and must be given by name.
+        by_name: tests of those that may be given by name, by the number that is given by position.
+        needed: those that have no default, by the same number.
         hidden: how many a call has before those of the signature, as `self` is one.
     """
 
+    @untraced
     def __init__(self, function: Callable[..., Any]) -> None:
         owner, _, name = function.__qualname__.split(".<locals>.")[-1].rpartition(".")
         self.name = owner if name == "__init__" else f"{owner}.{name}" if owner else name
@@ -315,37 +303,35 @@ class _Checks:
             hints[parameters[0].name] = Any
         self.signature = signature.replace(parameters=parameters[self.hidden :])
         self.kinds = {each.name: _read(hints.get(each.name, Any)) for each in parameters}
-        tests = {name: kind.fits for name, kind in self.kinds.items()}
-        given = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self.names = [each.name for each in given]
-        self.positional = [tests[each.name] for each in given]
-        self.least = sum(each.default is each.empty for each in given)
-        self.others = next((tests[p.name] for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-        by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.needed = {p.name for p in by_name if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
-        self.by_name = {each.name: tests[each.name] for each in by_name}
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        tests = [(each.name, self.kinds[each.name].fits) for each in named]
+        count = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in named)
+        self.positional = [fits for _, fits in tests[:count]]
+        self.by_name = [dict(tests[given:]) for given in range(count + 1)]
+        self.needed = [
+            {each.name for each in named[given:] if each.default is each.empty}
+            for given in range(count + 1)
+        ]
 
     @untraced
     def are_right(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call gives what is needed, and nothing that is not taken."""
+        """Whether a call gives what is needed, and nothing that is not taken.
+
+        False also if it gives some of `*others` or `**options`: `refuse` looks at these.
+        """
         count = len(args)
+        if count > len(self.positional):
+            return False
         for fits, value in zip(self.positional, args):  # noqa: B905 - most calls give some
             if not fits(value):
                 return False
-        if count > len(self.positional) and not (
-            self.others is not None and all(map(self.others, args[len(self.positional) :]))
-        ):
-            return False
         if kwargs:
-            tests = self.by_name
+            tests = self.by_name[count]
             for name, value in kwargs.items():
                 if name not in tests or not tests[name](value):
                     return False
-            if not kwargs.keys().isdisjoint(self.names[:count]):
-                return False
-        if count < self.least and not kwargs.keys() >= {*self.names[count : self.least]}:
-            return False
-        return not self.needed or kwargs.keys() >= self.needed
+        needed = self.needed[count]
+        return not needed or kwargs.keys() >= needed
 
     @untraced
     def refuse(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -367,16 +353,7 @@ class _Checks:
 
 
 _is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
-_checks: Final[dict[Any, _Checks]] = {}
-
-
-@untraced
-def checks_of(function: Callable[..., Any]) -> _Checks:
-    """Return what `function` takes, which is read once."""
-    found = _checks.get(function)
-    if found is None:
-        found = _checks[function] = _Checks(function)
-    return found
+checks_of: Final = cache(_Checks)  # what a function takes is read once
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

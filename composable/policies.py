@@ -104,11 +104,8 @@ def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:
     found = list(value)
     for item in found:
         if not isinstance(item, type) or not issubclass(item, nn.Module):
-            hint = (
-                f"; for names of modules, use NamePolicy({{{item!r}: {{}}}})"
-                if isinstance(item, str)
-                else ""
-            )
+            by_name = f"; for names of modules, use NamePolicy({{{item!r}: {{}}}})"
+            hint = by_name if isinstance(item, str) else ""
             raise PolicyError(f"{takes}, and got {kind_of(item)}{hint}")
     # A set has no order of its own; sorted, messages are the same on every rank.
     return tuple(sorted(dict.fromkeys(found), key=lambda cls: (cls.__module__, cls.__qualname__)))
@@ -494,8 +491,7 @@ def as_policy(value: PolicyLike) -> Policy:
         return CustomPolicy(value)
     raise PolicyError(
         "policy= takes a Policy, a set of classes, a dict of globs, a function of a module or a"
-        " model that names its units, and"
-        f" got {kind_of(value)}"
+        f" model that names its units, and got {kind_of(value)}"
     )
 
 

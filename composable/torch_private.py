@@ -10,7 +10,7 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
@@ -349,15 +349,11 @@ def foreach_on(device_type: str) -> AbstractContextManager[None]:
     )
 
 
-@contextmanager
-def constructed_by(function: Callable[..., None], *classes: type) -> Iterator[None]:
-    """In the body `function` is called in place of `__init__` of these classes and of what inherits
-    it: torch's wrappers communicate in their constructors, before they can be found in a model.
+def constructed_by(function: Callable[..., None], kind: type) -> AbstractContextManager[None]:
+    """In the body `function` is called in place of `__init__` of a class and of what inherits it:
+    torch's wrappers communicate in their constructors, before they can be found in a model.
     """
-    with ExitStack() as stack:
-        for each in classes:
-            stack.enter_context(_replaced(each, "__init__", function))
-        yield
+    return _replaced(kind, "__init__", function)
 
 
 def excepthook_kept() -> AbstractContextManager[None]:
@@ -782,10 +778,6 @@ join_hooks: Callable[[Join], list[JoinHook]] = attrgetter("_join_hooks")
 
 # Nothing else of this package sets an attribute of a module or class that is not its own.
 
-_PIPELINING: Final = (
-    "torch.distributed.pipelining.stage",
-    "torch.distributed.pipelining.schedules",
-)
 _UNSCALE: Final = "_unscale_grads_"
 
 
@@ -851,16 +843,6 @@ class _ZeroGrad:
 
     def __reduce__(self) -> Any:
         return getattr, (self._owner, "zero_grad")
-
-
-def exchange_in_pipelining(name: str, torchs: object, ours: object) -> None:
-    """Let torch's pipeline stages and schedules find `ours` by a name that they have imported, if
-    they still have `torchs` there. They have no other way to know a module that is no FSDP2's.
-    """
-    for each in _PIPELINING:
-        module = sys.modules.get(each)
-        if module is not None and getattr(module, name, None) is torchs:
-            setattr(module, name, ours)
 
 
 def modules_with(wanted: Mapping[int, Any]) -> list[str]:

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from typing import Any, Final, Protocol, TypeVar
 from weakref import ref
 
@@ -18,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.comm.launch import COMPARISON_OF_LAUNCHES, Launch
-from composable.comm.ledger import Ledger, ledger_of
+from composable.comm.ledger import ledger_of
 from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.streams import range_label
-from composable.torch_private import Launcher, as_real, launchers, profiled
+from composable.torch_private import Launcher, launchers, profiled
 
 R = TypeVar("R")
 
@@ -256,7 +255,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 class GroupComm(ABC):
     """What comms over a process group have in common. A transport is a subclass with `traits` and
-    `_start`; `_make_comm` in choose.py picks it.
+    `_start`; `_make_comm` in backends.py picks it.
     """
 
     traits: Traits
@@ -444,34 +443,19 @@ class GroupComm(ABC):
         return rows
 
 
-def compare_launches(ledger: Ledger, comm: Comm) -> None:
+def compare_launches(comm: Comm) -> None:
     """Check that all ranks of `comm` launched the same collectives. All of them call it at the same
     point.
-
-    Args:
-        ledger: of the comm's group.
 
     Raises:
         RanksDisagreeError: they did not; names the first difference.
     """
+    assert comm.group is not None, "one rank has nothing to compare"
+    ledger = ledger_of(comm.group)
     mine = (ledger.count, list(ledger.texts))  # before the exchange below adds to them
     rows = comm.all_gather_ints([ledger.count, ledger.digest], COMPARISON_OF_LAUNCHES)
     if any(row != rows[0] for row in rows):
         ledger.refuse(comm.all_gather_objects(mine, Launch("exchange of launches that differ")))
-
-
-def launch_each(
-    group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[Sequence[Tensor]]
-) -> list[Any]:
-    """Launch a collective per output and input, or per tensor that is reduced in place. Works that
-    are done may be None.
-    """
-    launch, options = getattr(group, launcher.single), repeat(launcher.options)
-    if len(tensors) == 1:
-        return list(map(launch, [[as_real(tensor)] for tensor in tensors[0]], options))
-    if tensors[0][0].is_complex():  # all have one dtype
-        tensors = [list(map(as_real, each)) for each in tensors]
-    return list(map(launch, *tensors, options))
 
 
 def _cure(error: Exception) -> str:

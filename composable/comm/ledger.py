@@ -7,7 +7,10 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import mmap
 import os
+import socket
+import struct
 import sys
 import time
 from collections import deque
@@ -15,15 +18,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Final, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 from zlib import crc32
 
 import torch.distributed as dist
 
 from composable.comm.launch import Launch
-from composable.comm.shared_launches import ENTRIES, Launches, SharedLaunches, host, shared_launches
 from composable.errors import RanksDisagreeError, few, first_line
 from composable.torch_private import bytes_in, on_collectives, store_of
 
@@ -36,6 +38,9 @@ _SHOWN: Final = 8
 _AROUND: Final = 4  # launches before and after the first difference that an error shows
 _RULE: Final = "All ranks must run the same modules in the same order, forward and backward."
 _FURTHER_BACK: Final = "The difference lies further back than they remember."
+
+# Of one rank: how many collectives it launched, and the texts of the last ones.
+Launches = tuple[int, Sequence[str]]
 
 logger = logging.getLogger("composable")
 
@@ -64,7 +69,7 @@ class Ledger:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         if debug_enabled():  # it may have been set after the import
-            compare_launches()
+            start_comparing()
         self.count = 0
         self.digest = 0
         self.texts: deque[str] = deque(maxlen=KEPT_IN_DEBUG if debug_enabled() else KEPT)
@@ -162,17 +167,16 @@ class Ledger:
         thread.join(REPORT_SECONDS + 1.0)
         # a thread that hangs may go on to write
         found = {name: found[name] for name in self._names if name in found}
-        ends = {name: ends[name] for name in self._names if name in ends and name not in found}
-        lines += _by_text(
-            {
-                name: f" launched last: {texts[-1]} (its launch {n})"
-                for name, (n, texts) in found.items()
-                if name != me
-            }
-        )
-        lines += _by_text(ends)
+        others = [name for name in self._names if name != me]
+        said = {
+            name: f" launched last: {texts[-1]} (its launch {n})"
+            for name, (n, texts) in found.items()
+            if name != me
+        }
+        said |= {name: ends[name] for name in others if name in ends and name not in said}
         silent = f": no report within {REPORT_SECONDS:g} s: ended, or did not fail so far"
-        lines += _by_text({name: silent for name in self._names if name not in {**found, **ends}})
+        said |= {name: silent for name in others if name not in said}
+        lines += _by_text(said)
         difference = _first_difference(found, until=min(count for count, _ in found.values()))
         return "\n".join([*lines, difference] if difference else lines)
 
@@ -294,6 +298,188 @@ def ledger_of(group: dist.ProcessGroup) -> Ledger:
     return ledger
 
 
+# --- launches of one host, in memory that its ranks share -----------------------------------------
+
+ENTRIES: Final = 1024  # of a ring: more than the launches of most steps
+_NUMBER: Final = struct.Struct("=q")
+_TEXT: Final = 174
+_ENTRY: Final = struct.Struct(f"=qQH{_TEXT}s")  # number, digest, length of the text, text
+_HEADER: Final = 64
+_KEY_BYTES: Final = 16
+
+
+class SharedLaunches:
+    """Memory in which the ranks of a process group that run on one host write down their launches,
+    so that the second of two ranks sees at its launch what the first launched there. No rank waits
+    for another, and nothing is sent.
+
+    | part of the memory | holds |
+    |---|---|
+    | header | random bytes, by which a rank knows that it has opened the right memory |
+    | a row per rank | its count of launches, and a ring of entries, which it alone writes |
+    | an entry | its number, a digest of all launches up to it, and its text |
+
+    If the digests of two ranks are equal at a launch, both have launched the same up to it. So a
+    rank that is more than a ring behind can be compared again once it is closer.
+
+    Attributes:
+        count, digest: of this rank's launches.
+        key: of the memory: the same on the ranks that share it, and no others.
+        ahead: ranks that were further from this one than a ring is long at its last launch.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
+        self.count = self.digest = 0
+        self.key = memory[:_KEY_BYTES].hex()
+        self.ahead: list[int] = []
+        self._memory, self._rank = memory, rank
+        # up to which launch each of the others is known to have launched the same
+        self._agreed = {peer: 0 for peer in range(size) if peer != rank}
+        self._lock = Lock()  # threads of this rank
+
+    def write(self, text: str) -> dict[int, Launches]:
+        """Note a launch of this rank.
+
+        Returns:
+            If another rank is found to have launched something else up to now, what this rank and
+            those launched that are as far, by rank of the group. Nothing otherwise.
+        """
+        with self._lock:
+            text = _fitting(text)
+            self.count += 1
+            encoded = text.encode()
+            self.digest = crc32(encoded + b"\n", self.digest)
+            at = self._entry(self._rank, self.count)
+            # First the entry, then its number, then the count: others read them the other way.
+            _NUMBER.pack_into(self._memory, at, 0)
+            _ENTRY.pack_into(self._memory, at, 0, self.digest, len(encoded), encoded)
+            _NUMBER.pack_into(self._memory, at, self.count)
+            _NUMBER.pack_into(self._memory, self._row(self._rank), self.count)
+            self.ahead = []
+            # No fence orders this rank's entry before its look at the others': of two ranks that
+            # launch at one moment neither may see the other, and one does at its next launch.
+            for peer in self._agreed:
+                if self._differs(peer):
+                    return self._found(until=min(self._count_of(peer), self.count))
+            return {}
+
+    def _differs(self, peer: int) -> bool:
+        until = min(self._count_of(peer), self.count)
+        if until == self._agreed[peer]:
+            return False
+        for last_look in (False, True):
+            mine, theirs = self._read(self._rank, until), self._read(peer, until)
+            if mine is None or theirs is None:
+                self.ahead.append(peer)
+                return False
+            if mine[0] == theirs[0]:
+                self._agreed[peer] = until
+                return False
+            if not last_look:
+                time.sleep(0.01)  # a processor may show the writes of another in another order
+        return True
+
+    def _found(self, until: int) -> dict[int, Launches]:
+        counts = {rank: self._count_of(rank) for rank in sorted([self._rank, *self._agreed])}
+        return {
+            rank: (count, self._texts(rank, count, ENTRIES))
+            for rank, count in counts.items()
+            if count >= until
+        }
+
+    def _texts(self, rank: int, count: int, number: int) -> list[str]:
+        texts: list[str] = []
+        for each in range(count, max(0, count - number), -1):
+            entry = self._read(rank, each)
+            if entry is None:  # it has been written over since
+                break
+            texts.append(entry[1])
+        return texts[::-1]
+
+    def _count_of(self, rank: int) -> int:
+        count: int = _NUMBER.unpack_from(self._memory, self._row(rank))[0]
+        return count
+
+    def _row(self, rank: int) -> int:
+        return _HEADER + rank * (_NUMBER.size + ENTRIES * _ENTRY.size)
+
+    def _entry(self, rank: int, number: int) -> int:
+        return self._row(rank) + _NUMBER.size + number % ENTRIES * _ENTRY.size
+
+    def _read(self, rank: int, number: int) -> tuple[int, str] | None:
+        """The digest and the text of a launch; None if its place holds another one."""
+        at = self._entry(rank, number)
+        found, digest, length, text = _ENTRY.unpack_from(self._memory, at)
+        if found != number or _NUMBER.unpack_from(self._memory, at)[0] != number:
+            return None
+        return digest, text[:length].decode(errors="replace")
+
+
+def _fitting(text: str) -> str:
+    """As much of a text as an entry holds, with a checksum of all of it."""
+    if len(text.encode()) <= _TEXT:
+        return text
+    start = text.encode()[: _TEXT - 12].decode(errors="ignore")
+    return f"{start}... {crc32(text.encode()):08x}"
+
+
+def shared_launches(group: dist.ProcessGroup) -> SharedLaunches | None:
+    """The memory that this rank shares with others of `group` on its host; None where there is
+    none. Each rank calls it once for a group, at its first launch.
+    """
+    size = dist.get_world_size(group)
+    store = store_of(group)
+    config = str(dist.get_backend_config(group)) if type(group) is dist.ProcessGroup else "fake"
+    if size == 1 or store is None or "fake" in config or not hasattr(os, "memfd_create"):
+        return None
+    with suppress(OSError, RuntimeError):  # of the store, or a rank that has ended meanwhile
+        rank = dist.get_rank(group)
+        # A group that was destroyed and made again may find the keys of the one before.
+        turn = store.add(f"composable/launches/{rank}", 1)
+        return _opened(store, f"composable/launches/{host()}/{turn}", rank, size)
+    return None
+
+
+def _opened(store: object, key: str, rank: int, size: int) -> SharedLaunches | None:
+    """The first rank makes the memory. It has no name that would have to be removed: it ends
+    with the last process that holds it.
+    """
+    length = _HEADER + size * (_NUMBER.size + ENTRIES * _ENTRY.size)
+    made = os.memfd_create("composable-launches")
+    os.ftruncate(made, length)
+    memory = mmap.mmap(made, length)
+    memory[:_KEY_BYTES] = os.urandom(_KEY_BYTES)
+    mine = f"/proc/{os.getpid()}/fd/{made} {memory[:_KEY_BYTES].hex()}"
+    stored = store.compare_set(key, "", mine).decode()  # type: ignore[attr-defined]
+    if stored == mine:
+        launches = SharedLaunches(memory, rank, size)
+        finalize(launches, os.close, made)  # until then others can open it
+        return launches
+    memory.close()
+    os.close(made)
+    path, _, random = stored.partition(" ")
+    theirs = os.open(path, os.O_RDWR)
+    try:
+        # the first rank may have ended, and its number be another process's
+        if os.fstat(theirs).st_size != length:
+            return None
+        memory = mmap.mmap(theirs, length)
+    finally:
+        os.close(theirs)
+    return SharedLaunches(memory, rank, size) if memory[:_KEY_BYTES].hex() == random else None
+
+
+@cache
+def host() -> str:
+    """Where numbers of processes mean the same, and processes can open each other's memory: one
+    kernel, and one space of process ids.
+    """
+    with suppress(OSError):  # of systems without it
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return socket.gethostname()
+
+
 # --- of all groups -------------------------------------------------------------------------------
 
 
@@ -309,7 +495,7 @@ def _tell_ends() -> None:
 _compared = False  # whether launches are compared now
 
 
-def compare_launches() -> None:
+def start_comparing() -> None:
     """Compare the launches of ranks of one host from here on, in all groups of this process. All
     ranks call it before their first launch.
     """
@@ -332,4 +518,4 @@ def _note_of_torch(group: dist.ProcessGroup, kind: str, size: int | None) -> Non
 
 
 if os.environ.get(DEBUG_VARIABLE) == "1":  # from the first launch, also of torch's own
-    compare_launches()
+    start_comparing()

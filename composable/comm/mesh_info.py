@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable.comm.backends import comm_of, comm_of_messages, group_of_all, subgroup_of
 from composable.comm.base import Comm
-from composable.comm.choose import comm_of, comm_of_messages, group_of_all, subgroup_of
 from composable.errors import AnnotationError
 
 _CPU: Final = torch.device("cpu")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final
 
 from torch.distributed import fsdp
 
 from composable.checked import checked
 from composable.errors import ClashError
+from composable.features.split_backwards import ON_SPLIT
 from composable.fsdp2.module import FSDPModule
-from composable.fsdp2.on_cpus import USE_CPU, pairs_of_accelerate
 from composable.fsdp2.verb import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from composable.torch_private import classes_of_fsdp2, exchange_in_modules, modules_with
 
@@ -22,6 +25,11 @@ _PAIRS: Final[list[tuple[Any, Any]]] = [
     for ours in (fully_shard, FSDPModule, register_fsdp_forward_method, share_comm_ctx)
     if hasattr(fsdp, ours.__name__)  # share_comm_ctx came after the others
 ]
+_PIPELINING: Final = (
+    "torch.distributed.pipelining.stage",
+    "torch.distributed.pipelining.schedules",
+)
+_USE_CPU: Final = "ACCELERATE_USE_CPU"  # accelerate, too, takes CPUs for ranks if it is "true"
 # FSDP2's own code and what is built of it go on with their own classes.
 _LEFT_ALONE: Final = (
     "composable.",
@@ -41,16 +49,15 @@ class Installation:
     def __init__(self) -> None:
         # modules that import from composable.fsdp2 by themselves
         self._have_ours = set(_modules_with({id(ours): None for _, ours in _PAIRS}))
-        self._is_installed = True
         self._of_accelerate: list[tuple[Any, Any]] = []
         self._used_cpu: str | None = None
 
     def _take_cpus(self) -> None:
         """Let accelerate shard on CPUs, too."""
         if not self._of_accelerate:
-            self._used_cpu = os.environ.get(USE_CPU)
-        os.environ.update({USE_CPU: "true"})
-        self._of_accelerate = pairs_of_accelerate()
+            self._used_cpu = os.environ.get(_USE_CPU)
+        os.environ.update({_USE_CPU: "true"})
+        self._of_accelerate = _pairs_of_accelerate()
         by_id = {id(theirs): ours for theirs, ours in self._of_accelerate}
         exchange_in_modules(modules_with(by_id), by_id)
 
@@ -60,16 +67,16 @@ class Installation:
         You may call it again. Annotated modules stay annotated.
         """
         global _installed
-        if self._is_installed:
-            self._is_installed, _installed = False, None
+        if _installed is self:
+            _installed = None
             back = {id(ours): torchs for torchs, ours in _PAIRS}
             names = [name for name in _modules_with(back) if name not in self._have_ours]
             exchange_in_modules(names, back)
             if self._of_accelerate:
                 back = {id(ours): theirs for theirs, ours in self._of_accelerate}
                 exchange_in_modules(modules_with(back), back)
-                os.environ.pop(USE_CPU, None)
-                os.environ.update({} if self._used_cpu is None else {USE_CPU: self._used_cpu})
+                os.environ.pop(_USE_CPU, None)
+                os.environ.update({} if self._used_cpu is None else {_USE_CPU: self._used_cpu})
 
     def __enter__(self) -> Installation:
         return self
@@ -139,3 +146,51 @@ def _modules_with(wanted: Mapping[int, Any]) -> list[str]:
         for name in modules_with(wanted)
         if name == package or not f"{name}.".startswith(_LEFT_ALONE)
     ]
+
+
+# --- accelerate, on CPUs --------------------------------------------------------------------------
+
+
+@cache
+def _pairs_of_accelerate() -> list[tuple[Any, Any]]:
+    """Return accelerate's class, and one that takes CPU ranks, too; none if it is missing."""
+    if find_spec("accelerate") is None:
+        return []
+    state = import_module("accelerate.state")
+    theirs = state.AcceleratorState
+    kinds = import_module("accelerate.utils").DistributedType
+
+    def __init__(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        theirs.__init__(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if self.distributed_type != kinds.MULTI_CPU or not asks_for_fsdp() or fsdp_plugin is None:
+            return
+        # what AcceleratorState does on accelerators
+        if self._mixed_precision != "no":
+            fsdp_plugin.set_mixed_precision(self._mixed_precision)
+        self.distributed_type, self.fsdp_plugin = kinds.FSDP, fsdp_plugin
+        state.PartialState._shared_state["distributed_type"] = kinds.FSDP
+
+    # a subclass: they share their state by an attribute of the class
+    return [(theirs, type(theirs.__name__, (theirs,), {"__init__": __init__}))]
+
+
+def asks_for_fsdp() -> bool:
+    """Whether accelerate was asked for FSDP in this process; it says so in the environment."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+
+
+# --- pipelines, without `install` -----------------------------------------------------------------
+
+
+def _show_stages() -> None:
+    """Make annotated modules visible to torch's schedules that split backwards.
+
+    Their stages check whether a module is an instance of FSDP2's class, and have no other way to
+    know it. If it is, they call the methods of `FSDPModule` that accumulate or reduce gradients,
+    and read `fully_shard.state`.
+    """
+    names = [name for name in _PIPELINING if name in sys.modules]
+    exchange_in_modules(names, {id(torchs): ours for torchs, ours in _PAIRS})
+
+
+ON_SPLIT.append(_show_stages)

@@ -178,7 +178,7 @@ class _AsksRegistry(type):
         if annotation_of(instance) is not None:
             give_methods(instance)  # for those that composable's own verbs have annotated
             return True
-        return isinstance(instance, TORCHS)  # torch's `replicate` makes some
+        return isinstance(instance, FSDP2Module)  # torch's `replicate` makes some
 
 
 class FSDPModule(metaclass=_AsksRegistry):
@@ -505,7 +505,6 @@ _REFUSED: Final = {
 for _name, _why in {**_NO_EFFECT, **_REFUSED}.items():
     setattr(FSDPModule, _name, _without_effect(_name, _why, refuse=_name in _REFUSED))
 
-TORCHS: Final[type] = FSDP2Module
 NAMES: Final = [
     name for name, value in vars(FSDPModule).items() if callable(value) and name[:2] != "__"
 ]

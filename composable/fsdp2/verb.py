@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
@@ -142,13 +143,19 @@ def _default_mesh() -> DeviceMesh | None:
     return init_device_mesh(accelerator.type, (dist.get_world_size(),))
 
 
-def state(module: nn.Module) -> State | None:
-    """Return what torch's pipelines read of FSDP2's state; None if `module` is not annotated."""
+_torchs_state: Final[Callable[[nn.Module], Any]] = fsdp.fully_shard.state  # type: ignore[attr-defined]
+
+
+def _state(module: nn.Module) -> Any:
+    """Return what torch's pipelines read of FSDP2's state; None if `module` is not annotated.
+
+    Of modules that torch's own `fully_shard` has annotated, the state is torch's.
+    """
     annotation = annotation_of(module)
-    return None if annotation is None else State(annotation.state)
+    return _torchs_state(module) if annotation is None else State(annotation.state)
 
 
-fully_shard.state = state  # type: ignore[attr-defined]
+fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 @checked

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.api.explicit_calls import units_in
 from composable.checked import RealDtype
-from composable.comm.choose import ranks_of
+from composable.comm.backends import ranks_of
 from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped

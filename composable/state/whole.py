@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable.api.explicit_calls import units_in
 from composable.checked import checks_of, is_bool
 from composable.comm import Comm
-from composable.comm.choose import ranks_of
+from composable.comm.backends import ranks_of
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.loading import says_nothing_of_groups

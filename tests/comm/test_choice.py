@@ -23,7 +23,7 @@ from composable.comm import (
     LocalComm,
     PointToPointComm,
     backend_of,
-    choose,
+    backends,
     comm_of,
     comms_wrapped_by,
     mesh_info_of_replicas,
@@ -31,7 +31,7 @@ from composable.comm import (
     subgroup_of,
     world_group,
 )
-from composable.comm.choose import group_of_all
+from composable.comm.backends import group_of_all
 from composable.comm.launch import Launch
 from composable.errors import AnnotationError
 from composable.torch_private import timeout_of
@@ -51,7 +51,7 @@ def test_a_group_has_one_comm_and_a_rank_alone_has_one_that_calls_nothing() -> N
     alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     assert isinstance(comm_of(alone, CPU), LocalComm)
     assert comm_of(alone, CPU) is comm_of(None, CPU)
-    with mock.patch.object(choose, "PAIRS_UP_TO", 1):
+    with mock.patch.object(backends, "PAIRS_UP_TO", 1):
         assert type(comm_of(dist.new_group([0, 1]), CPU)) is GenericComm
 
 

@@ -21,8 +21,8 @@ from composable.comm import (
     LocalComm,
     PointToPointComm,
     SuppliedComm,
+    backends,
     base,
-    host,
     reduce_numbers,
     world_group,
 )
@@ -207,10 +207,10 @@ def _mean(kind: str) -> int:
     """Reduces to the mean, then to half of it; how often this side had to multiply."""
     comm = _comm(kind)
     comm._averages = True  # type: ignore[attr-defined]
-    in_streams, on_host = torch._foreach_mul_, host.scale_sums
+    in_streams, on_host = torch._foreach_mul_, backends.scale_sums
     with (
         mock.patch.object(torch, "_foreach_mul_", wraps=in_streams) as of_streams,
-        mock.patch.object(host, "scale_sums", wraps=on_host) as of_host,
+        mock.patch.object(backends, "scale_sums", wraps=on_host) as of_host,
     ):
         for factor in (1.0, 0.5):
             terms = [_numbers(2 * 5, rank) for rank in range(2)]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable.comm import AcceleratorComm, choose, comm_of, world_group
+from composable.comm import AcceleratorComm, backends, comm_of, world_group
 from composable.comm.launch import Launch
 from composable.errors import CommunicationError
 from composable.memory.streams import Streams
@@ -182,9 +182,9 @@ def test_what_failed_is_said_with_what_to_do_about_it() -> None:
 def _reductions_apart(setting: str) -> list[str]:
     group = dist.new_group()
     with (
-        mock.patch.dict(os.environ, {choose.REDUCTIONS_VARIABLE: setting}),
-        mock.patch.object(choose, "has_streams", return_value=True),
-        mock.patch.object(choose, "streams_of", return_value=Streams()),
+        mock.patch.dict(os.environ, {backends.REDUCTIONS_VARIABLE: setting}),
+        mock.patch.object(backends, "has_streams", return_value=True),
+        mock.patch.object(backends, "streams_of", return_value=Streams()),
     ):
         comm = comm_of(group, CPU)
     assert isinstance(comm, AcceleratorComm)

@@ -298,7 +298,7 @@ def _compared(labels_of_ranks: list[list[str]], *_: object) -> str:
     for label in ["all-gather of unit 'a'"] * 40:
         notes.note(Launch(label))
     assert notes.digest, "debug mode keeps digests"
-    compare_launches(notes, comm)
+    compare_launches(comm)
     alike = len({len(labels) for labels in labels_of_ranks}) == 1
     for label in labels_of_ranks[dist.get_rank()]:
         if alike:
@@ -307,7 +307,7 @@ def _compared(labels_of_ranks: list[list[str]], *_: object) -> str:
         else:
             notes.note(Launch(label))
     try:
-        compare_launches(notes, comm)
+        compare_launches(comm)
     except RanksDisagreeError as error:
         return str(error)
     return ""

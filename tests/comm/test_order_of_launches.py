@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from composable import fully_shard
-from composable.comm import comm_of, ledger, shared_launches, world_group
+from composable.comm import comm_of, ledger, world_group
 from composable.comm.launch import Launch
-from composable.comm.ledger import Ledger, ledger_of
-from composable.comm.shared_launches import SharedLaunches
+from composable.comm.ledger import Ledger, SharedLaunches, ledger_of
 from tests.helpers.world import TIMEOUT, Pool, RanksFailed, current_device, spmd
 
 CPU: Final = torch.device("cpu")
@@ -225,7 +224,7 @@ def test_a_rank_that_has_not_come_as_far_is_no_part_of_the_report() -> None:
     assert other.write("x").keys() == {0, 1}
 
 
-@mock.patch.object(shared_launches, "ENTRIES", 4)
+@mock.patch.object(ledger, "ENTRIES", 4)
 def test_a_rank_further_ahead_than_the_ring_is_reported_and_compared_when_it_is_nearer() -> None:
     one, other = _seats()
     for number in range(6):
@@ -260,7 +259,7 @@ def test_the_distance_is_logged_once() -> None:
 
 @spmd(ranks=1)
 def test_a_group_without_ranks_elsewhere_shares_nothing() -> None:
-    assert shared_launches.shared_launches(world_group()) is None
+    assert ledger.shared_launches(world_group()) is None
 
 
 @pytest.mark.parametrize("setting", ["1", "0"])

@@ -543,3 +543,12 @@ def test_gradients_that_were_not_reduced_are_noticed() -> None:
 
     with pytest.raises(AssertionError, match="gradients"):
         _assert_same(program)
+
+
+@spmd(ranks=2)
+def test_the_state_that_pipelines_read_is_of_the_library_that_annotated() -> None:
+    of_both: Any = fsdp2.fully_shard
+    theirs: Any = _sharded(fsdp)
+    assert of_both.state(theirs) is fsdp.fully_shard.state(theirs)  # type: ignore[attr-defined]
+    assert len(of_both.state(_sharded(fsdp2)).all_states) == 3
+    assert of_both.state(nn.Linear(1, 1)) is None

@@ -249,7 +249,7 @@ def serve(connection: Connection, settings: Settings) -> None:
     prepare()
     # what is here now stays; to look through it takes each collection a quarter of a second
     gc.freeze()
-    ledger.compare_launches()
+    ledger.start_comparing()
     worker = Worker(settings)
     connection.send_bytes(pickle.dumps("ready"))
     while True:

@@ -58,7 +58,7 @@ import torch
 from torch import nn
 
 from composable.comm.base import compare_launches
-from composable.comm.ledger import debug_enabled, ledger_of
+from composable.comm.ledger import debug_enabled
 from composable.compilation import untraced
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch
@@ -750,8 +750,7 @@ class Root:
             for comm in dict.fromkeys(
                 unit.mesh_info.all for unit in self.units if unit.mesh_info.all.size > 1
             ):
-                assert comm.group is not None
-                compare_launches(ledger_of(comm.group), comm)  # did all ranks launch the same?
+                compare_launches(comm)  # did all ranks launch the same?
 
     def _conclude(self, iteration: Iteration) -> None:
         following = None

@@ -273,7 +273,8 @@ def _simulated(machine: Machine) -> Iterator[None]:
         comms_wrapped_by(virtual),
         resizing_buffers(machine.release_idle),
         foreach_on("cpu" if device.accelerator else "cuda"),
-        constructed_by(_refuse_torchs, DistributedDataParallel, FullyShardedDataParallel),
+        constructed_by(_refuse_torchs, DistributedDataParallel),
+        constructed_by(_refuse_torchs, FullyShardedDataParallel),
     ):
         yield
 

@@ -24,9 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.comm.backends import ON_ACCELERATOR, GenericComm, LocalComm, PointToPointComm
+from composable.comm.backends import (
+    ON_ACCELERATOR,
+    PAIRS_UP_TO,
+    GenericComm,
+    LocalComm,
+    PointToPointComm,
+)
 from composable.comm.base import Columns, GroupComm, Traits, Work
-from composable.comm.choose import PAIRS_UP_TO
 from composable.comm.launch import Launch
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device

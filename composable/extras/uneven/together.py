@@ -39,7 +39,6 @@ from composable.checked import PositiveInt, checked
 from composable.comm import Comm
 from composable.comm.base import Columns, compare_launches, observe_launches
 from composable.comm.launch import Launch, LaunchKind
-from composable.comm.ledger import ledger_of
 from composable.comm.supplied import SuppliedComm
 from composable.compilation import unwrapped
 from composable.contract.values import parameters_of
@@ -538,8 +537,8 @@ class together:
         elif launch.kind is LaunchKind.COMPARE_FORWARDS:  # one that counts none agrees with all
             comm.all_gather_ints([0, 0], launch)
         else:
-            assert launch.kind is LaunchKind.COMPARE_LAUNCHES and comm.group is not None
-            compare_launches(ledger_of(comm.group), comm)
+            assert launch.kind is LaunchKind.COMPARE_LAUNCHES
+            compare_launches(comm)
 
     def _lose(self, error: BaseException | None, where: str, *, everywhere: bool) -> bool:
         """Some rank has lost the step. Returns whether the exception of this rank is not raised."""
