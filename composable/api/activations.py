@@ -10,9 +10,16 @@ from torch import nn
 
 from composable.api.arguments import select_callable
 from composable.checked import NonNegativeInt, checked
-from composable.contract.contract import Target, Verb, contract, on_undo
+from composable.contract.contract import (
+    Target,
+    Verb,
+    contract,
+    known_fqn,
+    modules_of,
+    on_undo,
+    require_callable,
+)
 from composable.contract.hooks import Bracket, attach, detach
-from composable.contract.naming import known_fqn, modules_of, require_callable
 from composable.errors import AnnotationError, describe_module
 from composable.features.activations import OffloadBracket
 from composable.features.recompute import Contexts, RecomputeBracket, RecomputeOptions

@@ -28,10 +28,16 @@ from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_
 from composable.comm.mesh_info import communication_device
 from composable.compilation import is_traced
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
-from composable.contract.contract import Verb, add_attribute, on_undo
+from composable.contract.contract import (
+    Verb,
+    add_attribute,
+    bind_method,
+    modules_of,
+    on_undo,
+    require_callable,
+    unbind_method,
+)
 from composable.contract.hooks import attach, detach
-from composable.contract.methods import bind_method, unbind_method
-from composable.contract.naming import modules_of, require_callable
 from composable.contract.tree import (
     REPLICATE,
     SHARD,

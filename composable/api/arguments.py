@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from composable.api.mesh import MeshPlan
 from composable.checked import Takes
 from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
-from composable.contract.naming import find_fqn, has_forward, module_name, require_callable
+from composable.contract.contract import find_fqn, has_forward, module_name, require_callable
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
 from composable.errors import (

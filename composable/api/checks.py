@@ -24,8 +24,7 @@ from composable.api.arguments import dim_without_padding, has_own_class, ranks_a
 from composable.api.mesh import MeshPlan, is_alone, part_of
 from composable.comm import is_distributed
 from composable.comm.mesh_info import communication_device
-from composable.contract.contract import add_attribute
-from composable.contract.naming import find_fqn, module_name
+from composable.contract.contract import add_attribute, find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed
 from composable.engine.gradients.sparse import is_sparse_lookup
 from composable.engine.params.param import ParamInfo, label_of

@@ -12,7 +12,7 @@ from torch import nn
 from composable.checked import ELSEWHERE, checked, takes
 from composable.comm.launch import Launch
 from composable.compilation import untraced
-from composable.contract.naming import find_fqn, modules_of
+from composable.contract.contract import find_fqn, modules_of
 from composable.contract.tree import SHARD, annotation_of, walk
 from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.gradients.unit_gradients import UnitKind

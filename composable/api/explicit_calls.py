@@ -16,8 +16,8 @@ from torch import nn
 
 from composable.checked import checked
 from composable.compilation import untraced, untraced_alone, unwrapped
+from composable.contract.contract import module_name
 from composable.contract.hooks import dispatcher_of
-from composable.contract.naming import module_name
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.params.param_group import ShardedState

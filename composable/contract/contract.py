@@ -12,35 +12,31 @@ import copy
 import functools
 import gc
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from types import FunctionType, MappingProxyType, MethodType, SimpleNamespace
+from itertools import chain, takewhile
+from types import FrameType, FunctionType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import nn
 
 from composable.checked import arguments_of, checked
 from composable.compilation import unwrapped
-from composable.contract.naming import (
-    calling_site,
-    compare_names,
-    known_fqn,
-    module_name,
-    modules_of,
-    names_of,
-    naming,
-)
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
     ArgumentError,
     ClashError,
+    NamesChangedError,
     NotAnnotatedError,
+    describe_module,
     few,
     kind_of,
 )
@@ -73,6 +69,78 @@ class Verb(Protocol, Generic[P, S_co]):
             AnnotationError: `module` is not a module, or is a list of modules that were annotated
                 separately.
         """
+
+
+# --- names of modules ---------------------------------------------------------------------------
+
+# The FQN of every module below the root of an open `naming()`, by the module's id.
+_names: ContextVar[Mapping[int, str]] = ContextVar("composable_names", default=MappingProxyType({}))
+
+_LIBRARIES: Final = ("composable.", "torch.")
+
+
+@contextmanager
+def naming(root: nn.Module) -> Iterator[None]:
+    """Within the block, messages and records call the modules below `root` by their FQN."""
+    names = {id(module): name for name, module in root.named_modules()}
+    token = _names.set({**names, **_names.get()})
+    try:
+        yield
+    finally:
+        _names.reset(token)
+
+
+def known_fqn(module: nn.Module) -> str | None:
+    """The FQN of `module` under the outermost open `naming` that contains it, or None."""
+    return _names.get().get(id(module))
+
+
+def find_fqn(module: nn.Module) -> str | None:
+    """The FQN of `module` for an error message, or None if none is found.
+
+    It is that of an open `naming`, or of a model in the variables of the calling code. The search
+    is slow.
+    """
+    fqn = known_fqn(module)
+    if fqn:
+        return fqn
+    # The root of an open `naming` has the FQN "" there, but the caller may hold a larger model
+    # around it.
+    for frame in _user_frames():
+        # By type, because isinstance would load lazy proxies.
+        models = [
+            value
+            for value in (*frame.f_locals.values(), *frame.f_globals.values())
+            if issubclass(type(value), nn.Module) and value is not module
+        ]
+        names: list[str] = [
+            name for model in models for name, below in model.named_modules() if below is module
+        ]
+        if names:
+            return max(names, key=len)  # the name in the outermost of these models
+    return fqn
+
+
+def module_name(module: nn.Module, fqn: str | None = None) -> str:
+    """`'layers.3'` if the FQN is given or can be found, otherwise the class's name: `Block`."""
+    fqn = fqn or find_fqn(module)
+    return f"'{fqn}'" if fqn else type(module).__name__
+
+
+def calling_site() -> str:
+    """File and line of the innermost call from outside the libraries, as in `train.py:41`."""
+    for frame in _user_frames():
+        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "an unknown place"
+
+
+def _user_frames() -> Iterator[FrameType]:
+    """The stack frames of code that belongs to no library, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not f"{frame.f_globals.get('__name__', '')}.".startswith(_LIBRARIES):
+            yield frame
+        frame = frame.f_back
 
 
 # --- records ------------------------------------------------------------------------------------
@@ -174,15 +242,12 @@ class Annotation:
             self.undo()
         finally:
             for other in self.modules or (module,):
-                records = {
-                    name: record
-                    for name, record in vars(other).get(_RECORDS, {}).items()
-                    if name != self.name
-                }
+                records = dict(records_of(other))
+                records.pop(self.name, None)
                 if records:
                     vars(other)[_RECORDS] = records
                 else:
-                    vars(other).pop(_RECORDS, None)
+                    drop_attribute(other, _RECORDS)
 
     def __getstate__(self) -> _State:
         return self.name, _in_words(self.kwargs), self.call_site, self.state, self.fqn
@@ -416,6 +481,59 @@ def _undo_all(found: Sequence[tuple[nn.Module, Annotation]]) -> None:
             stack.callback(record.undo_on, module)
 
 
+# --- methods -------------------------------------------------------------------------------------
+
+
+class Method:
+    """The function `function(module, ...)` as the method `name` of one module.
+
+    It holds the module weakly, so that the two form no cycle. A copy belongs to the copy of the
+    module, and a pickle names the method.
+    """
+
+    __slots__ = ("_function", "_module", "_name")
+
+    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        self._module = ref(module)
+        self._name = name
+        self._function = function
+
+    @property
+    def _owner(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise NotAnnotatedError(f"{self._name}: the module of this method is gone")
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with the module."""
+        return self._function(self._owner, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<method {self._name} of a {type(self._owner).__name__}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Method:
+        return Method(copy.deepcopy(self._owner, memo), self._name, self._function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)
+
+
+def bind_method(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Set a method on a module, unless the module or its class has an attribute of that name."""
+    own = vars(module)
+    taken = (own, own["_parameters"], own["_buffers"], own["_modules"])
+    # Not `hasattr(module, name)`: some modules look names up in a child.
+    if not hasattr(type(module), name) and not any(name in table for table in taken):
+        own[name] = Method(module, name, function)
+
+
+def unbind_method(module: nn.Module, name: str) -> None:
+    """Delete a `Method` from a module, if it is still there. For `on_undo`, by `partial`."""
+    if isinstance(vars(module).get(name), Method):
+        del vars(module)[name]
+
+
 # --- verbs --------------------------------------------------------------------------------------
 
 
@@ -521,6 +639,9 @@ def contract(
     return decorate
 
 
+# --- the call of a verb -------------------------------------------------------------------------
+
+
 def _apply(
     record: Annotation, function: Callable[..., Any], target: Any, modules: tuple[nn.Module, ...]
 ) -> None:
@@ -578,3 +699,82 @@ def _state_on(module: nn.Module, name: str) -> Any:
             return running.state
     record = records_of(module).get(name)
     return record.state if record is not None else None
+
+
+def modules_of(verb: str, target: Any) -> tuple[nn.Module, ...]:
+    """The modules of `target`, a module or a list of them, without wrappers of torch.compile."""
+    target = unwrapped(target)
+    if isinstance(target, nn.Module):
+        return (target,)
+    if not isinstance(target, (list, tuple)) or not target:
+        got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
+        got = f"an empty {got}" if isinstance(target, (list, tuple)) else got
+        raise AnnotationError(f"{verb}() takes a module or a list of modules, and got {got}")
+    seen: set[int] = set()
+    for index, module in enumerate(target):
+        if not isinstance(module, nn.Module):
+            raise AnnotationError(
+                f"{verb}() got a {type(module).__name__} at position {index} of its list of modules"
+            )
+        if id(module) in seen:
+            raise AnnotationError(
+                f"{verb}() got {module_name(module)} twice in its list of modules"
+            )
+        seen.add(id(module))
+    return tuple(target)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called; a plain `nn.ModuleList` or `nn.ModuleDict` cannot."""
+    forward: Callable[..., object] = type(module).forward
+    return forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def require_callable(
+    module: nn.Module, *, so: str = "its parameters cannot be gathered around one"
+) -> None:
+    """Refuse a container without a forward of its own, such as a plain `nn.ModuleList`.
+
+    `so` says what follows from that.
+    """
+    if not has_forward(module):
+        what = describe_module(module, find_fqn(module))
+        raise AnnotationError(
+            f"{what} has no forward, so {so}; annotate its children, or pass policy="
+        )
+
+
+def names_of(root: nn.Module) -> dict[str, list[str]]:
+    """The FQNs of all parameters, buffers and modules below `root`, in order.
+
+    Each module is looked into once, so that trees with cycles or shared modules take linear time.
+    Every registration of a tied parameter or a shared module is listed.
+    """
+    names: dict[str, list[str]] = {"parameters": [], "buffers": [], "modules": []}
+    for fqn, module in root.named_modules():
+        prefix = f"{fqn}." if fqn else ""
+        for kind, found in names.items():
+            found += [
+                prefix + name
+                for name, value in getattr(module, f"_{kind}").items()
+                if value is not None
+            ]
+    return names
+
+
+def compare_names(verb: str, root: nn.Module, before: Mapping[str, list[str]]) -> None:
+    """Refuse a verb that changed `names_of(root)`."""
+    after = names_of(root)
+    for kind, old in before.items():
+        new = after[kind]
+        if old == new:
+            continue
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False))
+        start = len(list(alike))
+        old, new = old[start:], new[start:]
+        while old and new and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
+        raise NamesChangedError(
+            f"{verb} changed the names of {kind} in {module_name(root)}, or their order; before: "
+            f"{few(old) or 'nothing'}; after: {few(new) or 'nothing'}. It was taken back"
+        )

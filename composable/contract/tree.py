@@ -14,7 +14,6 @@ from typing import Any, Final, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from composable.checked import checked
 from composable.contract.contract import Annotation, records_of
 
 SHARD: Final = "fully_shard"
@@ -125,9 +124,7 @@ def managed_parameters(
     Parameters whose ids are in `ignored` are left out. Names in one of several modules begin with
     its index.
     """
-    return [
-        managed for managed in _managed("_parameters", modules) if id(managed.tensor) not in ignored
-    ]
+    return _managed("_parameters", modules, ignored)
 
 
 def managed_buffers(
@@ -137,93 +134,19 @@ def managed_buffers(
 
     Buffers in annotated modules below them are left out, and those whose ids are in `ignored`.
     """
-    return [each for each in _managed("_buffers", modules) if id(each.tensor) not in ignored]
+    return _managed("_buffers", modules, ignored)
 
 
-def _managed(table: str, modules: Sequence[nn.Module]) -> list[Managed[Any]]:
+def _managed(
+    table: str, modules: Sequence[nn.Module], ignored: Collection[int]
+) -> list[Managed[Any]]:
     found: dict[int, tuple[Any, dict[Place, None]]] = {}
     for index, root in enumerate(modules):
-        for place, tensor in _registered(
-            table, root, "" if len(modules) == 1 else str(index), (SHARD, REPLICATE)
-        ):
-            found.setdefault(id(tensor), (tensor, {}))[1].setdefault(place)
+        prefix = "" if len(modules) == 1 else str(index)
+        for place, tensor in _registered(table, root, prefix, stop=(SHARD, REPLICATE)):
+            if id(tensor) not in ignored:
+                found.setdefault(id(tensor), (tensor, {}))[1][place] = None
     return [Managed(tensor, tuple(places)) for tensor, places in found.values()]
-
-
-# --- units --------------------------------------------------------------------------------------
-
-
-@checked
-def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
-    """Return the fully sharded modules in `root`, in order.
-
-    For modules annotated as one unit, return the first of them. `replicate`d subtrees are left out
-    with everything in them, except that `root` itself may be replicated.
-
-    Example:
-        >>> fully_shard(model, policy={Block})
-        >>> get_fully_sharded_modules(model)[0] is model
-        True
-    """
-    return [module for module, _ in _sharded_units(root)]
-
-
-@checked
-def get_states(root: nn.Module) -> list[Any]:
-    """Return the `Unit` of each of `get_fully_sharded_modules(root)`.
-
-    Example:
-        >>> fully_shard(model, policy={Block})
-        >>> len(get_states(model)) == len(get_fully_sharded_modules(model))
-        True
-    """
-    return [state for _, state in _sharded_units(root)]
-
-
-@checked
-def get_handles(root: nn.Module) -> list[Any]:
-    """Return the param groups of each of `get_states(root)`.
-
-    There is one entry per unit, also for a unit without parameters.
-
-    Example:
-        >>> fully_shard(model, policy={Block})
-        >>> for groups in get_handles(model):
-        ...     print([len(group.params) for group in groups])
-    """
-    return [state.groups for state in get_states(root)]
-
-
-@checked
-def get_root_states(root: nn.Module) -> list[Any]:
-    """Return the units of the topmost fully sharded modules in `root`.
-
-    These are its own, or those of the subtrees if it has none.
-
-    Example:
-        >>> fully_shard(model, policy={Block})
-        >>> get_root_states(model) == get_states(model)[:1]
-        True
-    """
-    units = get_states(root)
-    inside = {
-        key
-        for unit in units
-        for module in unit.modules
-        for key in names_below(module)
-        if key != id(module)
-    }
-    return [unit for unit in units if id(unit.modules[0]) not in inside]
-
-
-def _sharded_units(root: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Return the first module and the state of each sharded unit in `root`."""
-    units: dict[int, tuple[nn.Module, Any]] = {}
-    for _, module in walk(root, stop=(REPLICATE,)):
-        annotation = records_of(module).get(SHARD)
-        if annotation is not None:
-            units.setdefault(id(annotation.state), (module, annotation.state))
-    return list(units.values())
 
 
 class TreeWatch:

@@ -21,7 +21,7 @@ from composable.checked import PositiveFloat, Takes, checked
 from composable.comm import Comm, SuppliedComm, with_symmetric_memory
 from composable.compilation import unwrapped
 from composable.config import MixedPrecisionPolicy
-from composable.contract.methods import Method, bind_method, unbind_method
+from composable.contract.contract import Method, bind_method, unbind_method
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.params.param_group import ParamGroup

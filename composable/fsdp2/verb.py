@@ -19,8 +19,7 @@ from composable.api.arguments import Placement
 from composable.api.explicit_calls import register_forward_method
 from composable.api.mesh import Mesh, MeshDims, MeshPlan
 from composable.checked import checked
-from composable.contract.contract import registry
-from composable.contract.naming import modules_of
+from composable.contract.contract import modules_of, registry
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.step.unit import Unit
 from composable.errors import NotAnnotatedError

@@ -8,8 +8,7 @@ import torch
 from expecttest import assert_expected_inline as assert_text
 from torch import nn
 
-from composable.contract.contract import contract
-from composable.contract.naming import module_name, naming, require_callable
+from composable.contract.contract import contract, module_name, naming, require_callable
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,

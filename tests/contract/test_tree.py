@@ -12,22 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
-from composable import traversal as public
-from composable.contract import tree as traversal
+from composable.contract import tree as contract_tree
 from composable.contract.tree import (
     REPLICATE,
     SHARD,
     TreeWatch,
-    get_fully_sharded_modules,
-    get_handles,
-    get_root_states,
-    get_states,
     managed_parameters,
     names_below,
     registered_parameters,
     walk,
 )
 from composable.engine.step.unit import units_below
+from composable.traversal import (
+    get_fully_sharded_modules,
+    get_handles,
+    get_root_states,
+    get_states,
+)
 from tests.helpers.world import spmd
 
 
@@ -180,10 +181,6 @@ def test_a_model_without_annotations_has_no_units() -> None:
     assert units_below([root]) == []
 
 
-def test_the_public_module_has_the_same_functions() -> None:
-    assert all(getattr(public, name) is getattr(traversal, name) for name in public.__all__)
-
-
 # --- annotations inside each other --------------------------------------------------------------
 
 
@@ -263,7 +260,7 @@ def test_the_tree_is_not_traversed_after_the_first_step(monkeypatch: pytest.Monk
 
     for name in ("named_modules", "modules", "children", "named_parameters"):
         monkeypatch.setattr(nn.Module, name, refuse)
-    monkeypatch.setattr(traversal, "walk", refuse)
+    monkeypatch.setattr(contract_tree, "walk", refuse)
     leaves = (root.weight, root.submod1.weight, root.submod2.weight)  # type: ignore[union-attr]
     monkeypatch.setattr(Leaf, "forward", lambda self, x: _without_children(self, x))
     root(torch.ones(4)).sum().backward()

@@ -24,8 +24,7 @@ from typing import Any, Final
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.contract.contract import drop_attribute, registry, remove
-from composable.contract.naming import module_name
+from composable.contract.contract import drop_attribute, module_name, registry, remove
 from composable.contract.tree import states_below
 from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import untraced
-from composable.contract.contract import drop_attribute
-from composable.contract.methods import set_method, unbind_method
+from composable.contract.contract import Method, drop_attribute, unbind_method
 from composable.engine.edits.written import written
 from composable.engine.params.param import (
     PLAIN,
@@ -280,11 +279,10 @@ def keep_attributes(modules: Iterable[nn.Module]) -> list[Callable[[], object]]:
     would be others, without a word. It asks each module to convert its own parameters, by a method
     that is looked up on the object; so each module that has parameters at rest gets one.
     """
-    return [
-        partial(unbind_method, module, CONVERT)
-        for module in modules
-        if set_method(module, CONVERT, _convert)
-    ]
+    without = [module for module in modules if CONVERT not in vars(module)]
+    for module in without:
+        vars(module)[CONVERT] = Method(module, CONVERT, _convert)
+    return [partial(unbind_method, module, CONVERT) for module in without]
 
 
 def _convert(

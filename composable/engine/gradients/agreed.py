@@ -6,7 +6,7 @@
 | `recorded` | which units forwards gather ahead | see below |
 | `buckets` | the order of parameters in buckets | the first backward |
 | `late` | which parameters are in buckets that wait for the end | the first backward |
-| `in_one_order`, `before` | which replicated units precede which with shards | the first backward |
+| `before` | which replicated units precede which with shards | the first backward |
 | `modes` | whether backward enters a frozen unit that a rank skips | forwards with gradients |
 | `untraced` | whether the compiler may reduce gradients | a backward that it did not run |
 | `last_backward` | whether other roots take part in a backward | each backward |
@@ -55,10 +55,9 @@ class Agreed:
         recorded: the order in which forwards gather.
         buckets: parameters in the order of buckets; None before the first backward that reduces.
         late: those whose buckets are launched at the end of backward.
-        in_one_order: whether all ranks leave the units in one order in backward; None before the
-            first backward that reduces. False also where nothing is replicated next to shards.
         before: of a unit with shards, the replicated ones that backward left before it, and after
-            the unit with shards before that.
+            the unit with shards before that. None before the first backward that reduces; empty
+            where ranks leave units in other orders, or nothing is replicated next to shards.
         untraced: why the compiler reduces no gradients any more; empty if it may.
         last_backward: when it ended, on the clock of `order.CLOCK`; -1 before the first.
         modes: for each pattern of units that trained in forwards with gradients, oldest first, how
@@ -70,8 +69,7 @@ class Agreed:
     recorded: tuple[int, ...] = ()
     buckets: tuple[ref[Any], ...] | None = None
     late: tuple[ref[Any], ...] = ()
-    in_one_order: bool | None = None
-    before: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    before: Mapping[int, tuple[int, ...]] | None = None
     untraced: str = ""
     last_backward: int = -1
     modes: dict[tuple[bool, ...], dict[int, InputGradMode]] = field(default_factory=dict)
@@ -88,11 +86,9 @@ class Agreed:
         """All ranks have exchanged in which order parameters were ready."""
         self.buckets, self.late = tuple(map(ref, order)), tuple(map(ref, late))
 
-    def agree_on_leaving(
-        self, in_one_order: bool, before: Mapping[int, tuple[int, ...]] = {}
-    ) -> None:
+    def agree_on_leaving(self, before: Mapping[int, tuple[int, ...]]) -> None:
         """All ranks have compared in which order they left the units."""
-        self.in_one_order, self.before = in_one_order, dict(before)
+        self.before = before
 
     def note_pattern(self, training: tuple[bool, ...]) -> None:
         """A forward with gradients begins, in which these units train."""

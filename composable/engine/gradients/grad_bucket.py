@@ -114,7 +114,6 @@ class GradBucket:
         group: has the parameters.
         members: those of the bucket, and their slots.
         mesh_info: the ranks over which they are reduced.
-        unit_name: for messages.
         factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is
             what was asked for.
         keeps: gradients live in the bucket from step to step.
@@ -134,7 +133,6 @@ class GradBucket:
         members: Sequence[tuple[ManagedParam, Slot]],
         mesh_info: MeshInfo,
         *,
-        unit_name: str = "",
         factor: float = 1.0,
         keeps: bool = False,
     ) -> None:
@@ -149,9 +147,8 @@ class GradBucket:
         # Local tensors of the user's DTensors have memory of their own.
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
-            self.at_rest, slots, group.precision, group.device, mesh_info,
-            text=self.text_of(unit_name), unit_name=unit_name, keeps=keeps,
-        )  # fmt: skip
+            self.at_rest, slots, group.precision, group.device, mesh_info, keeps=keeps
+        )
         self.reduction: Reduction | None = None
         self._to_rest = group.to_rest
         self.accumulated = Accumulated(self.params, self.reducer)
@@ -167,6 +164,7 @@ class GradBucket:
         self._undecided: list[tuple[Reduction, list[int]]] = []
         # tables to which users add hooks, see `has_post_accumulate_hooks`
         self._post_accumulate_hooks = list(map(post_accumulate_hooks, self.at_rest))
+        self.rename("")  # the unit has a name for it later
         self.follow()
 
     def text_of(self, unit_name: str) -> str:
@@ -503,16 +501,15 @@ class Accumulated:
                 self._show(index, self._unreduced(index, local_tensor(gradient)))
         if self.backwards:
             self.wanted = tuple(wanted.get(param, False) for param in self._params)
-            self._mark()
+            self._mark(holds=True)
 
-    def _mark(self) -> None:
+    def _mark(self, *, holds: bool) -> None:
         for at_rest in self._at_rest if self.marks else ():
-            set_holds_unreduced(at_rest, holds=True)
+            set_holds_unreduced(at_rest, holds=holds)
 
     def end(self) -> None:
         """What waited is about to be reduced, or is dropped."""
-        for at_rest in self._at_rest if self.marks else ():
-            set_holds_unreduced(at_rest, holds=False)
+        self._mark(holds=False)
         for at_rest in self._at_rest if self.dtype != self._reducer.precision.gradient else ():
             keep_gradients_in(self._reducer.precision.gradient, at_rest)
         self.forget()
@@ -523,7 +520,7 @@ class Accumulated:
         """A backward, in which these parameters train, leaves gradients here."""
         self.backwards += 1
         self.wanted = tuple(map(or_, self.wanted or trainable, trainable))
-        self._mark()
+        self._mark(holds=True)
 
     def add(self, gradients: Sequence[Tensor | None], trainable: Sequence[bool]) -> None:
         """Add the gradients of the backward that `begin` was called for to what waits.

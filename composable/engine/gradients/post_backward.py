@@ -45,11 +45,10 @@ parameter is of such a kind if any rank noticed it in the first backward:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import compress, repeat
-from operator import is_, itemgetter, ne, or_
+from operator import is_, ne, or_
 from typing import Final, NoReturn
 
 from typing_extensions import override
@@ -96,11 +95,8 @@ class ArrivalBucket(GradBucket):
         late: bool,
     ) -> None:
         mesh_info = unit.mesh_info
-        super().__init__(
-            group, members, mesh_info,
-            unit_name=unit.name,
-            factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
-        )  # fmt: skip
+        factor = unit.factor_of(mesh_info)
+        super().__init__(group, members, mesh_info, factor=factor, keeps=unit.spec.keeps_buckets)
         self.unit = unit
         self.late = late
         self.missing: dict[ManagedParam, None] | None = {}
@@ -161,9 +157,9 @@ class Buckets:
         self._agreed = agreed
         self.is_open = self._by_arrival = False
         self._launched = 0  # of `buckets`, in this backward
-        # in the order of arrival, until the order is agreed
-        self._ready: list[ManagedParam] | None = [] if agreed.buckets is None else None
-        self._again: set[ManagedParam] = set()  # of these, that arrived again in one backward
+        # until the order is agreed: parameters in the order of arrival, and which of them arrived
+        # again in one backward
+        self._ready: dict[ManagedParam, bool] = {}
         self._members: dict[ManagedParam, tuple[UnitGradients, ParamGroup, Slot]] = {
             param: (unit, group, slot)
             for unit in units
@@ -218,9 +214,10 @@ class Buckets:
         """
         if not self.is_open:
             self.is_open, self._launched = True, 0
-            self._by_arrival = by_arrival and self._ready is None
+            agreed = self._agreed.buckets is not None
+            self._by_arrival = by_arrival and agreed
             for bucket in self.buckets:
-                bucket.open(agreed=self._ready is None)
+                bucket.open(agreed=agreed)
 
     def arrived(self, param: ManagedParam, *, builds_graph: bool) -> None:
         """Autograd has accumulated a gradient of `param`, in a backward that may build a graph."""
@@ -229,12 +226,11 @@ class Buckets:
             return  # sparse gradients are summed at the end of backward
         if bucket in self.buckets[: self._launched]:
             _refuse_second_gradient(bucket.unit, param)
-        if bucket.missing is not None and param in bucket.missing:
-            del bucket.missing[param]
-            if self._ready is not None:
-                self._ready.append(param)
-        elif self._ready is not None:
-            self._again.add(param)
+        if bucket.missing is not None:
+            again = param not in bucket.missing
+            bucket.missing.pop(param, None)
+            if self._agreed.buckets is None:
+                self._ready[param] = again or self._ready.get(param, False)
         while (
             self._by_arrival
             and self._launched < len(self.buckets)
@@ -281,7 +277,7 @@ class Buckets:
         # On ranks without any gradient, too: the order is broadcast. Not under `no_sync`, where no
         # rank launches anything.
         if (
-            self._ready is not None
+            self._agreed.buckets is None
             and self._members
             and all(unit.accumulation.now is SyncMode.REDUCE for unit in self._units)
         ):
@@ -291,8 +287,7 @@ class Buckets:
         """Rank 0's order of arrival, once, and what is launched at the end. Parameters that rank 0
         has not seen come last.
         """
-        ready, self._ready = self._ready, None
-        assert ready is not None
+        ready, self._ready = self._ready, {}
         known = list(self._members)
         comm = self._units[0].mesh_info.all
         seen = {param: place for place, param in enumerate(dict.fromkeys([*ready, *known]))}
@@ -300,16 +295,17 @@ class Buckets:
         lowest, highest = comm.min_max(
             [
                 *(seen[param] if comm.rank == 0 else -1 for param in known),
-                *(param in self._again for param in known),
+                *(ready.get(param, False) for param in known),
                 *(param in absent for param in known),
             ],
             Launch("exchange of the order of buckets"),
         )
         count = len(known)
-        places, again = highest[:count], highest[count : 2 * count]
+        places = dict(zip(known, highest[:count], strict=True))
+        order = sorted(known, key=places.__getitem__)
         on_some = map(ne, lowest[2 * count :], highest[2 * count :])
-        order = [param for _, param in sorted(zip(places, known, strict=True), key=itemgetter(0))]
-        self._agreed.agree_on_buckets(order, compress(known, map(or_, again, on_some)))
+        late = compress(known, map(or_, highest[count : 2 * count], on_some))
+        self._agreed.agree_on_buckets(order, late)
         self._fill(order)
 
     @property
@@ -317,15 +313,16 @@ class Buckets:
         """The most backwards that one of them has accumulated."""
         return max((each.accumulated.backwards for each in self.buckets), default=0)
 
-    def drops(self) -> list[Callable[[], None]]:
-        """The step is lost; returns what forgets local gradients that were not reduced."""
+    def close(self) -> dict[GradBucket, bool]:
+        """The step is lost. Returns the buckets, and which of them a backward has come to and not
+        launched.
+        """
         is_open, self.is_open = self.is_open, False
         for bucket in self.buckets:
             bucket.close()
-        return [
-            partial(bucket.drop, begun=is_open and index >= self._launched)
-            for index, bucket in enumerate(self.buckets)
-        ]
+        return {
+            bucket: is_open and index >= self._launched for index, bucket in enumerate(self.buckets)
+        }
 
 
 def _refuse_second_gradient(unit: UnitGradients, param: ManagedParam) -> NoReturn:
@@ -405,17 +402,13 @@ class PostBackward:
 
     def end_unit(self, unit: UnitGradients, due: Due) -> None:
         """Backward has left `unit`, and its parameters are resharded."""
-        agreed, index = self._agreed, self._indices[unit]
-        if agreed.in_one_order is None:
-            due.left.append(index)
+        if self._agreed.before is None:
+            due.left.append(self._indices[unit])
         if unit in self.beside:
             return  # some ranks may skip it
-        for before in agreed.before.get(index, ()):
-            each = self._units[before]
+        for each in (*self._reduced_before(unit), unit):
             due.reduced[each] = None
             self.reduce(each, due)
-        due.reduced[unit] = None
-        self.reduce(unit, due)
         # Land the oldest reductions, or launch their second stage, until `IN_FLIGHT` are left in
         # each stage.
         while len(due.in_flight) > IN_FLIGHT:
@@ -426,6 +419,11 @@ class PostBackward:
                 oldest.land()
         while len(due.over_replicas) > IN_FLIGHT:
             due.over_replicas.pop(0).land()
+
+    def _reduced_before(self, unit: UnitGradients) -> list[UnitGradients]:
+        """Replicated units whose reduction precedes that of a unit with shards, see `Agreed`."""
+        before = (self._agreed.before or {}).get(self._indices[unit], ())
+        return [self._units[index] for index in before]
 
     def reduce(self, unit: UnitGradients, due: Due) -> None:
         """Launch the reduction of what is on this rank now; under `no_sync` leave it there."""
@@ -470,10 +468,8 @@ class PostBackward:
         order: dict[UnitGradients, None] = {}
         for unit in units:
             if unit not in beside:  # backward leaves it now, and these before it
-                for before in self._agreed.before.get(self._indices[unit], ()):
-                    if self._units[before] in beside:
-                        order[self._units[before]] = None
-                order[unit] = None
+                before = [each for each in self._reduced_before(unit) if each in beside]
+                order.update(dict.fromkeys([*before, unit]))
         return [*(order | beside)]
 
     def launch_last(self, due: Due) -> None:
@@ -501,7 +497,7 @@ class PostBackward:
                 elif sparse.came:
                     unit.refuse_graph()
         # under `no_sync` ranks launch nothing, this included
-        if self._agreed.in_one_order is None and all(reduces):
+        if self._agreed.before is None and all(reduces):
             self._compare_left(due)
 
     def _compare_left(self, due: Due) -> None:
@@ -511,41 +507,36 @@ class PostBackward:
         # The root is left last on all ranks: there is nothing to compare if it is the only one.
         beside = [] if self.beside == self._units[:1] else self.beside
         comms = [*dict.fromkeys(unit.mesh_info.all for unit in beside)]
-        in_one_order = False
+        left, waiting, before = list[int](), list[int](), dict[int, tuple[int, ...]]()
         if len(comms) == 1:
             lowest, highest = comms[0].min_max(
                 [checksum(str(due.left))], Launch("comparison of the order of units in backward")
             )
-            in_one_order = lowest == highest
-        if not in_one_order:
-            self._agreed.agree_on_leaving(in_one_order=False)
-            return
-        comm = comms[0]  # of all units beside shards
-        left, waiting, before = due.left, list[int](), dict[int, tuple[int, ...]]()
+            left = due.left if lowest == highest else []
         for number, index in enumerate(left, start=1):
             unit = self._units[index]
             if index in left[number:] or unit.spec.is_read_apart:
                 continue  # left again; or tied: complete when all readers have been left
             if unit in beside:
                 waiting.append(index)
-            # backward left it once: behind it, what waits has come on all ranks
-            elif left.count(index) == 1 and unit.mesh_info.all.size >= comm.size:  # on all ranks
+            # backward left it once, on all ranks: behind it, what waits has come on all of them
+            elif left.count(index) == 1 and unit.mesh_info.all.size >= comms[0].size:
                 before[index], waiting = tuple(waiting), []
-        self._agreed.agree_on_leaving(in_one_order=True, before=before)
+        self._agreed.agree_on_leaving(before)
 
     def drop(self, due: Due) -> list[ComposableError]:
         """The step is lost: wait for what is in flight, in the order of launches, and forget local
         gradients. Returns what failed in flight: a collective, or a hook in place of one.
         """
-        drops: list[Callable[[], None]] = []
+        begun: dict[GradBucket, bool] = {}
         for unit in dict.fromkeys([*due.over_replicas, *due.in_flight, *self._units]):
-            begun = unit in due.to_reduce
-            drops += [partial(bucket.drop, begun=begun) for bucket in unit.buckets]
-            drops += [sparse.drop for sparse in unit.sparse]
+            begun.update(dict.fromkeys(unit.buckets, unit in due.to_reduce))
+            for sparse in unit.sparse:
+                sparse.drop()
         failed: list[ComposableError] = []
-        for drop in [*drops, *self.buckets.drops()]:
+        for bucket, is_begun in (begun | self.buckets.close()).items():
             try:
-                drop()
+                bucket.drop(begun=is_begun)
             except ComposableError as error:
                 failed.append(error)
         return failed

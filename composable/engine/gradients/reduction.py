@@ -172,8 +172,7 @@ class MessageRow:
             is_set = bool(number >> bit & 1)
             said += [not is_set, is_set]
         with torch.inference_mode(False):
-            row = torch.empty(self.numel, dtype=self._dtype, device=self._device)
-            row.copy_(torch.tensor(said, dtype=self._dtype), non_blocking=True)
+            row = torch.tensor(said, dtype=self._dtype).to(self._device, non_blocking=True)
         self._last = key, row
         return row
 
@@ -217,8 +216,6 @@ class Reducer:
         device: torch.device,
         mesh_info: MeshInfo,
         *,
-        text: str,
-        unit_name: str,
         keeps: bool,
     ) -> None:
         self.at_rest = tuple(at_rest)
@@ -227,7 +224,7 @@ class Reducer:
         self.device = device
         self.mesh_info = mesh_info
         self.keeps = keeps
-        self.text, self.unit = text, unit_name
+        self.text = self.unit = ""
         self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
         self.is_alone = self.shard_comm is None and mesh_info.replicate is None
         self.compares = debug_enabled() or not mesh_info.all.traits.on_stream
@@ -324,7 +321,15 @@ class ReducePlan:
         )
         row_start = self.layout.row_start + self.layout.flags_start
         self.row_at = slice(row_start, row_start + self.row.numel)
-        self.segments = self._segments_of(info.shard.rank)
+        starts = dict(self.layout.direct)
+        for index, start, _ in self.layout.columns:
+            starts[index] = self.layout.row_start + start
+        self.segments: dict[int, tuple[Sequence[int], Sequence[int], int]] = {}
+        for index in self.layout.trainable:
+            slot = reducer.slots[index]
+            local = torch.empty(slot.local_shape(info.shard.rank), device="meta")
+            local = as_parameter(local, slot)
+            self.segments[index] = local.shape, local.stride(), starts.get(index, 0)
         rests_on = local_tensor(reducer.at_rest[0]).device
         self.stand_in = torch.empty(0, dtype=precision.gradient, device=rests_on)
         self.specs: dict[int, Any] = {}
@@ -339,18 +344,6 @@ class ReducePlan:
         # a hook does not write to what is between gradients
         self._new = self.sent.new_zeros if reducer.first_stage else self.sent.new_empty
         self._plan_copies()
-
-    def _segments_of(self, rank: int) -> dict[int, tuple[Sequence[int], Sequence[int], int]]:
-        """See `segments`."""
-        layout = self.layout
-        begins = dict(layout.direct)
-        begins |= {index: layout.row_start + start for index, start, _ in layout.columns}
-        segments: dict[int, tuple[Sequence[int], Sequence[int], int]] = {}
-        for index in layout.trainable:
-            slot = self._slots[index]
-            local = as_parameter(torch.empty(slot.local_shape(rank), device="meta"), slot)
-            segments[index] = local.shape, local.stride(), begins.get(index, 0)
-        return segments
 
     def _plan_copies(self) -> None:
         """Plan how packed gradients are copied into the message."""

@@ -49,12 +49,9 @@ class SparseGradients:
             to be reduced.
     """
 
-    def __init__(
-        self, params: Sequence[ManagedParam], precision: Precision, comm: Comm, unit_name: str
-    ) -> None:
+    def __init__(self, params: Sequence[ManagedParam], precision: Precision, comm: Comm) -> None:
         self.params = tuple(params)
         self.holds = False
-        self.rename(unit_name)
         self._precision = precision
         self._comm = comm
         # those with a gradient of this rank's that was not reduced
@@ -106,8 +103,8 @@ class SparseGradients:
             at_rest.grad = gradient
         if reduces:
             self.reduce()
-            return
-        self._set_holds(holds=True)
+        else:
+            self._set_holds(holds=True)
 
     def hold_by_hand(self) -> None:
         """Gradients are assigned by hand, so that nothing tells of them: hold what is here."""

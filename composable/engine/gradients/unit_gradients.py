@@ -75,10 +75,8 @@ class Stages:
 
     def attach(self, unit: UnitGradients, buckets: Sequence[GradBucket]) -> None:
         """Reduce `buckets` from now on, and no others: all buckets of the unit. For the kind
-        ARRIVAL a second call names those in `Buckets`.
+        ARRIVAL a second call names those in `Buckets`. New ones have collectives.
         """
-        for bucket in buckets:
-            bucket.reducer.make_stages(None, None)
 
 
 class UnitGradients:
@@ -152,6 +150,7 @@ class UnitGradients:
         for param in params:
             self._listen_for(param)
         for each in self.sparse:
+            each.rename(self.name)
             each.resume(sparse)
         self._exchange(former, self.buckets)
         # The next ones of `Buckets` come later, and take over from these.
@@ -164,6 +163,7 @@ class UnitGradients:
 
     def _exchange(self, former: Sequence[GradBucket], buckets: Sequence[GradBucket]) -> None:
         for bucket in buckets:
+            bucket.rename(self.name)
             bucket.accumulated.resume([each.accumulated for each in former])
         self.stages.attach(self, buckets)
 
@@ -173,7 +173,7 @@ class UnitGradients:
         factor = self.factor_of(mesh_info)
         in_place = all(param.compute is param.at_rest for param in group.params)
         sparse = kind is not UnitKind.SHARDED and only_looked_up(group.params[0].info)
-        in_parts = [param for param in group.params if in_place and not param.info.form.is_whole]
+        in_parts = [param for param in group.params if in_place and not param.is_whole]
         for param in in_parts:
             settle = traceable(param.info.form.settled)
             self._undo += hook_gradients([param.compute], settle)
@@ -184,15 +184,9 @@ class UnitGradients:
         if in_place and mesh_info.all.size == 1:
             return  # autograd does everything
         if sparse:
-            self.sparse.append(
-                SparseGradients(group.params, group.precision, self.mesh_info.all, self.name)
-            )
+            self.sparse.append(SparseGradients(group.params, group.precision, self.mesh_info.all))
         elif kind is not UnitKind.ARRIVAL:  # others are in buckets of all units
-            bucket = GradBucket(
-                group, group.members, mesh_info,
-                unit_name=self.name,
-                factor=factor,
-            )  # fmt: skip
+            bucket = GradBucket(group, group.members, mesh_info, factor=factor)
             self.buckets.append(bucket)
             if mesh_info.shard.size > 1 and mesh_info.replicate is not None:
                 self._staged.append(bucket)
@@ -308,16 +302,12 @@ class UnitGradients:
     @property
     def backwards(self) -> int:
         """How many backwards have left gradients here under `no_sync`."""
-        most = 0
-        for bucket in self.buckets:
-            most = max(most, bucket.accumulated.backwards)
-        return most
+        return max((bucket.accumulated.backwards for bucket in self.buckets), default=0)
 
     @property
     def holds(self) -> bool:
         """Whether anything waits for the end of `no_sync`."""
-        waits = bool(self.hooks_due) or self.backwards > 0
-        return waits or any(sparse.holds for sparse in self.sparse)
+        return bool(self.hooks_due or self.backwards or any(each.holds for each in self.sparse))
 
     @property
     def has_unreduced(self) -> bool:

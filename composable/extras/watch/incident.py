@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from composable import __version__
-from composable.contract.methods import Method
+from composable.contract.contract import Method
 from composable.errors import first_line
 from composable.extras.watch.calls import ModuleCall, by_index
 from composable.extras.watch.findings import Finding
