@@ -149,7 +149,7 @@ def _unfaked(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def install() -> None:
     """Make the device, and stand in for what reads numbers that fake tensors do not have."""
-    import composable.api.fully_shard  # noqa: F401 - the module, which the function of that name hides
+    import composable.api.annotate
     from composable.comm.base import GroupComm
     from composable.engine.gradients.grad_bucket import GradBucket
     from composable.engine.gradients.post_backward import Buckets
@@ -179,9 +179,9 @@ def install() -> None:
         decide(bucket)
 
     GradBucket.decide = all_used  # type: ignore[method-assign]
-    units: Any = sys.modules["composable.api.units"]
-    mesh_plan_for, units.mesh_plan_for = (
-        units.mesh_plan_for,
+    annotate: Any = composable.api.annotate
+    mesh_plan_for, annotate.mesh_plan_for = (
+        annotate.mesh_plan_for,
         lambda *args: _unfaked(mesh_plan_for, *args),
     )
     plan: Any = sys.modules["composable.api.mesh"].MeshPlan  # type: ignore[attr-defined]
@@ -191,8 +191,8 @@ def install() -> None:
     # parameters are of another class
     checks: Any = sys.modules["composable.api.checks"]
     checks.refuse_unfit = checks.refuse_unfit_extension = lambda *_: None
-    info_of, units.mesh_info_of_shards = (
-        units.mesh_info_of_shards,
+    info_of, annotate.mesh_info_of_shards = (
+        annotate.mesh_info_of_shards,
         lambda *args, **options: _unfaked(info_of, *args, **options),
     )
 

@@ -7,14 +7,19 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from composable import errors, traversal
-from composable.api.accumulation import no_sync, reduce_gradients
-from composable.api.checkpoint import checkpoint
+from composable.api.activations import checkpoint, offload_activations
 from composable.api.comm_hooks import register_comm_hook
-from composable.api.fully_shard import fully_shard
-from composable.api.offload_activations import offload_activations
-from composable.api.replicate import replicate
-from composable.api.scopes import keep_unsharded, register_forward_method, reset, reshard, unshard
-from composable.api.tensor_parallel import declare_part
+from composable.api.data_parallel import fully_shard, replicate
+from composable.api.explicit_calls import (
+    keep_unsharded,
+    no_sync,
+    reduce_gradients,
+    register_forward_method,
+    reset,
+    reshard,
+    unshard,
+)
+from composable.api.tensor_parallel import apply_tp_plan, declare_part
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import contract, on_undo, registry, remove
 from composable.features import traced as _traced  # noqa: F401  (takes its place in the engine)
@@ -34,7 +39,6 @@ from composable.report import explain as _explain  # noqa: F401  (takes its plac
 from composable.state.full import Streamed, export, full_state_dict, stream_full
 
 if TYPE_CHECKING:
-    from composable.api.apply_tp_plan import apply_tp_plan
     from composable.extras.averaging.averaging import (
         HierarchicalAverager,
         LocalSteps,
@@ -134,7 +138,6 @@ __all__ = [
 _LAZY = {
     name: f"composable.{module}"
     for module, names in {
-        "api.apply_tp_plan": "apply_tp_plan",
         "extras.averaging.averaging": (
             "HierarchicalAverager LocalSteps PeriodicAverager average_parameters local_steps"
         ),

@@ -65,7 +65,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from composable.api import comm_hooks, scopes
+from composable.api import comm_hooks, explicit_calls
 from composable.comm import Comm, MeshInfo
 from composable.config import MixedPrecisionPolicy
 from composable.contract.tree import Place
@@ -416,7 +416,7 @@ def units_in(*modules: nn.Module, caller: str = "") -> list[Unit]:
             notified that it is called, and it raises if there are no units, or if one rests on the
             host.
     """
-    return [*(scopes.units_in(caller, *modules) if caller else unit.units_below(modules))]
+    return [*(explicit_calls.units_in(caller, *modules) if caller else unit.units_below(modules))]
 
 
 def hooks_of(of: Unit) -> Mapping[str, hook_stages.CommHook]:

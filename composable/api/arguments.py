@@ -9,27 +9,38 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from fnmatch import fnmatchcase
-from itertools import chain
+from itertools import accumulate
 from typing import Annotated, Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable.api.mesh import MeshPlan
-from composable.checked import Takes, is_bool
+from composable.checked import Takes
 from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
+from composable.contract.contract import find_fqn, has_forward, module_name, require_callable
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
-from composable.errors import AnnotationError, MeshError, kind_of, what_is_there
+from composable.errors import (
+    AnnotationError,
+    MeshError,
+    PolicyError,
+    closest,
+    describe_module,
+    did_you_mean,
+    few,
+    kind_of,
+    what_is_there,
+)
 from composable.features.forms import mesh_and_placements
 from composable.memory.streams import has_streams
-from composable.policies import by_all_names
+from composable.policies import PolicyLike, by_all_names, select_modules
 
 logger = logging.getLogger("composable")
 
@@ -55,6 +66,9 @@ Offload = Annotated[
 # `ShardPlacementResult`.
 Placement = Callable[[nn.Parameter], Shard | tuple[Shard | None, DeviceMesh] | Any | None]
 
+# What `ignored_params` takes: one of these may stand without a list around it.
+Ignored = Iterable[Any] | nn.Module | nn.Parameter | str | None
+
 # Gradients whose dtype torch's policy leaves open were reduced in `param_dtype` before torch 2.15;
 # since then in the dtype of `.grad`.
 _FOLLOWS_GRAD_DTYPE = torch.__version__ >= "2.15"
@@ -71,6 +85,132 @@ def _known_fields(verb: str, argument: str, value: Any, known: Sequence[str]) ->
                 f" '{field.name}' at its default"
             )
     return {name: getattr(value, name) for name in known}
+
+
+# --- ignored parameters, policies ----------------------------------------------------------------
+
+
+def ids_of_ignored(modules: Sequence[nn.Module], ignored: Ignored) -> dict[int, None]:
+    """The ids of the parameters that `ignored` stands for: parameters, modules, FQNs and globs.
+
+    A name or glob that no parameter has may be of buffers, as in the lists that DDP takes.
+
+    Raises:
+        AnnotationError: an FQN or glob matches nothing.
+    """
+    if ignored is None or (isinstance(ignored, Sequence) and not ignored):
+        return {}
+    if isinstance(ignored, (str, nn.Module, nn.Parameter)):
+        ignored = [ignored]
+    named, buffers = (
+        [
+            (f"{fqn}.{name}".lstrip("."), tensor)
+            for module in modules
+            for fqn, below in by_all_names(module)
+            for name, tensor in getattr(below, table).items()
+            if tensor is not None
+        ]
+        for table in ("_parameters", "_buffers")
+    )
+    result: dict[int, None] = {}
+    for item in ignored:
+        # Those that lie elsewhere are of another call: trainers give one set to all calls.
+        if isinstance(item, nn.Parameter):
+            found: list[Tensor] = [item]
+        elif isinstance(item, nn.Module):
+            found = list(item.parameters())
+        elif isinstance(item, str):
+            found = _matching(item, named) or _matching(item, buffers)
+            if not found:
+                names = [name for fqn, _ in (*named, *buffers) for name in _around(fqn)]
+                near = closest(item.rstrip(".*"), names, limit=3)
+                hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+                raise AnnotationError(f"ignored_params: pattern '{item}' matched nothing{hint}")
+        else:
+            raise AnnotationError(
+                "ignored_params takes parameters, modules, FQNs and globs, got"
+                f" {type(item).__name__}"
+            )
+        result.update((id(p), None) for p in found)
+    return result
+
+
+def _matching(pattern: str, named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+    return [tensor for fqn, tensor in named if any(fnmatchcase(n, pattern) for n in _around(fqn))]
+
+
+def _around(fqn: str) -> list[str]:
+    """The FQNs of the modules around a parameter or buffer, and its own."""
+    return list(accumulate(fqn.split("."), "{}.{}".format))
+
+
+def own_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of a unit: `modules`, and those below that have no annotation around them."""
+    return [each for top in modules for _, each in walk(top, stop=(SHARD, REPLICATE))]
+
+
+def select_callable(
+    verb: str, policy: PolicyLike, root: nn.Module, allowed: Collection[str], **so: str
+) -> dict[nn.Module, dict[str, Any]]:
+    """What `policy` picks below `root`, without containers that have no forward, which are logged.
+
+    Args:
+        allowed: the keywords that it may override.
+        so: for `require_callable`, if it picks nothing but such containers.
+    """
+    picked = select_modules(policy, root)
+    found = {module: overrides for module, overrides in picked.items() if has_forward(module)}
+    if not found:
+        require_callable(next(iter(picked)), **so)
+    passed = [describe_module(each, find_fqn(each)) for each in picked if each not in found]
+    if passed:
+        said = "%s: the policy picks %s; containers without a forward are passed over"
+        logger.warning(said, verb, few(passed))
+    for module, overrides in found.items():
+        if unknown := [keyword for keyword in overrides if keyword not in allowed]:
+            near = did_you_mean(unknown[0], allowed)
+            raise PolicyError(
+                f"{verb}: the policy overrides '{unknown[0]}' for {module_name(module)}"
+                f"{f'{near} A' if near else '; a'} policy may override: {', '.join(allowed)}"
+            )
+    return found
+
+
+def picked_units(
+    verb: str, modules: Sequence[nn.Module], policy: PolicyLike | None, allowed: Sequence[str]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The modules below an annotated one that become units of their own, in order, with their
+    overrides.
+
+    Modules that are annotated already, and those inside them, are left as they are.
+    """
+    if policy is None:
+        return {}
+    if len(modules) > 1:
+        raise AnnotationError(
+            f"{verb}: a policy picks units below one module; it cannot be given with a list"
+        )
+    picked = select_callable(verb, policy, modules[0], allowed)
+    reachable = set(map(id, own_modules(modules))) - {id(modules[0])}
+    return {
+        module: overrides
+        for module, overrides in picked.items()
+        if id(module) in reachable and not isinstance(module, _READ_BY_PARENT)
+    }
+
+
+# The class of `nn.MultiheadAttention.out_proj`, whose parent reads its parameters and never calls
+# it.
+_READ_BY_PARENT: Final = nn.modules.linear.NonDynamicallyQuantizableLinear
+
+
+def refuse_read_by_parent(module: nn.Module) -> None:
+    if isinstance(module, _READ_BY_PARENT):
+        raise AnnotationError(
+            "fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being"
+            " called, so nothing would gather its parameters; annotate the MultiheadAttention"
+            " instead"
+        )
 
 
 # --- mixed precision ----------------------------------------------------------------------------
@@ -98,7 +238,7 @@ def exact_modules(
     """The modules of a unit that keep their dtype (`full_precision_classes`), without those inside
     of others.
     """
-    below = [each for module in modules for _, each in walk(module, stop=(SHARD, REPLICATE))]
+    below = own_modules(modules)
     found = dict.fromkeys(each for each in below if isinstance(each, precision.exact_classes))
     inside = {id(each) for module in found for each in module.modules() if each is not module}
     return tuple(module for module in found if id(module) not in inside)
@@ -134,8 +274,7 @@ def buffer_holders(
     asked = precision.buffer_dtype
     if asked is None:
         return ()
-    walks = [walk(module, stop=(SHARD, REPLICATE)) for module in modules]
-    below = dict.fromkeys(each for _, each in chain.from_iterable(walks))
+    below = dict.fromkeys(own_modules(modules))
     if not isinstance(asked, Mapping):
         exact = ids_of_exact(modules, precision)
         return tuple(BufferHolder(each, asked) for each in below if id(each) not in exact)
@@ -206,11 +345,6 @@ def warn_of_no_offload(device: torch.device) -> None:
         )
 
 
-def reshard_after_forward_of(value: bool | int | None) -> bool | int | None:
-    """The same of Python's types, for NumPy's: it is asked by `is` whether it is True or False."""
-    return None if value is None else bool(value) if is_bool(value) else int(value)
-
-
 def ranks_after_forward(value: bool | int | None) -> int | None:
     """The number of ranks that `reshard_after_forward` says; None where it says something else."""
     return None if isinstance(value, bool) else value
@@ -224,10 +358,6 @@ def check_reshard_after_forward(plan: MeshPlan | None, value: bool | int | None)
             f"reshard_after_forward={value}: parameters are sharded over {plan.num_shards} ranks,"
             f" which {value} does not divide."
         )
-
-
-def bucket_bytes_of(mib: float) -> int:
-    return max(1, int(float(mib) * (1 << 20)))  # small types of NumPy overflow
 
 
 def dim_without_padding(

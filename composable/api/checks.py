@@ -89,8 +89,7 @@ def tied_to_replicated(
         by, first = unit.spec.verb, unit.modules[0]
         of_owner = {id(each): fqn for top in unit.modules for fqn, each in top.named_modules()}
         if all(id(module) in of_owner for module in modules):
-            name = of_owner[id(modules[0])]
-            inner = f"'{name}'" if name else module_name(modules[0])
+            inner = module_name(modules[0], of_owner[id(modules[0])])
             hint = ", or use policy=" if by == verb else ""
             raise AnnotationError(
                 f"{inner} is inside already-{_DONE[by]} '{unit.name}'; annotate children"
@@ -350,15 +349,12 @@ def warn_of_padding(units: Iterable[Unit]) -> None:
     """
     groups = [(unit, group) for unit in units for group in unit.groups if group.shard is not None]
     for unit, group in groups:
-        for param, slot in zip(group.params, group.slots, strict=True):
-            order = slot.order or tuple(range(len(slot.shape)))
-            shape = tuple(slot.shape[order.index(dim)] for dim in range(len(order)))
-            found = dim_without_padding(
-                shape, slot.cut_dim, slot.num_shards, group.precision.compute.itemsize
-            )
+        itemsize = group.precision.compute.itemsize
+        for param, slot in group.members:
+            found = dim_without_padding(slot.shape, slot.dim, slot.num_shards, itemsize)
             if found is not None:
-                best, times = found
-                whole = tuple(param.at_rest.shape)
+                (best, times), whole = found, tuple(param.at_rest.shape)
+                best = slot.order[best] if slot.order else best
                 logger.warning(
                     "fully_shard: parameter '%s' of unit '%s', %s, is sharded along dimension %d,"
                     " which leaves some of %d ranks empty: gathered, and in messages, it takes %.1f"

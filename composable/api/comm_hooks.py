@@ -157,9 +157,8 @@ def register_comm_hook(
             " them, each takes a hook of its own"
         )
     unit: Unit = annotation.state
-    for other in modules[1:]:
-        annotation = annotation_of(other)
-        if annotation is None or annotation.state is not unit:
+    for other in modules:
+        if other not in unit.modules:
             raise NotAnnotatedError(
                 f"{_VERB} takes one module, or a list that was annotated as one, and"
                 f" {describe_module(other, find_fqn(other))} was not annotated together with the"

@@ -86,12 +86,10 @@ class MeshDims(Protocol):
     @property
     def shard(self) -> str | tuple[str, ...] | None:
         """Those to shard over."""
-        ...
 
     @property
     def replicate(self) -> str | tuple[str, ...] | None:
         """Those to replicate over."""
-        ...
 
 
 Mesh = (
@@ -214,44 +212,42 @@ def mesh_plan_for(
         return MeshPlan(_mesh_of_pair(verb, kind, *given), shard_dim=1)
     if verb == SHARD and isinstance(given, str) and given == "hybrid":
         return MeshPlan(_mesh_of_hosts(verb, modules, device_type), shard_dim=1)
-    shard_dim, named = None, None
-    if isinstance(given, MeshPlan):
-        shard_dim, named, given = given.shard_dim, given.named, given.mesh
-    if not isinstance(given, DeviceMesh):
-        raise _not_a_mesh(verb, given)
-    if given.ndim > 1 + (verb == SHARD):
+    mesh = given.mesh if isinstance(given, MeshPlan) else given
+    if not isinstance(mesh, DeviceMesh):
+        raise _not_a_mesh(verb, mesh)
+    if mesh.ndim > 1 + (verb == SHARD):
         takes = "one dimension" + (
             ", or of two: one to replicate over and one to shard over" if verb == SHARD else ""
         )
-        said = f": {given.mesh_dim_names}" if given.mesh_dim_names else ""
+        said = f": {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
         raise MeshError(
-            f"{verb} takes a mesh of {takes}; this one has {given.ndim}{said}. To use all of its"
+            f"{verb} takes a mesh of {takes}; this one has {mesh.ndim}{said}. To use all of its"
             " ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to"
             " train a model on each part of them, pass a slice, mesh[...], or name the"
             " data-parallel dimensions in dp_mesh_dims=."
         )
-    if given.get_coordinate() is None:
-        raise MeshError(f"{verb}: this rank is not part of the mesh {given.mesh.tolist()}.")
-    if shard_dim is None:
-        shard_dim = 0 if given.ndim == 1 else _shard_dim(verb, given)
-    plan = MeshPlan(given, shard_dim, named)
+    if mesh.get_coordinate() is None:
+        raise MeshError(f"{verb}: this rank is not part of the mesh {mesh.mesh.tolist()}.")
+    plan = given if isinstance(given, MeshPlan) else MeshPlan(mesh, _shard_dim(verb, mesh))
     # Process groups sort their ranks: shard i would be one rank's for collectives and another's for
     # `DTensor`.
     if verb == SHARD and not plan.rows.equal(plan.rows.sort(-1).values):
         raise MeshError(
-            f"{verb}: the mesh {given.mesh.tolist()} does not list its ranks in ascending order"
+            f"{verb}: the mesh {mesh.mesh.tolist()} does not list its ranks in ascending order"
             f" along dimension {plan.shard_dim}, which is sharded over, as process groups do."
             f" Make it by init_device_mesh, or of mesh.mesh.sort({plan.shard_dim}).values."
         )
     return plan
 
 
-def mesh_plan_of_dims(verb: str, mesh: Mesh, dims: Any) -> MeshPlan:
+def mesh_plan_of_dims(verb: str, mesh: Mesh, dims: Any) -> Mesh:
     """The dimensions of `mesh` that torch's `DataParallelMeshDims` names, several of one role
-    flattened.
+    flattened; `mesh` itself if `dims` is None.
 
     Process groups are made where torch makes them: all ranks of `mesh` call it together.
     """
+    if dims is None:
+        return mesh
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         raise MeshError(
             f"{verb}: dp_mesh_dims names dimensions of mesh=, which must be a DeviceMesh with"
@@ -369,11 +365,11 @@ def comms_along(mesh: DeviceMesh, device: torch.device) -> list[Comm]:
     return [comm_of(group, device) for group in mesh.get_all_groups()] if inside else []
 
 
-def is_alone(mesh: DeviceMesh, tensors: Iterable[Tensor]) -> bool:
+def is_alone(mesh: DeviceMesh | None, tensors: Iterable[Tensor]) -> bool:
     """Whether a mesh has one rank, though there are others, and is no slice of a mesh over which
     one of `tensors` is tensor parallel.
     """
-    if mesh.size() > 1 or dist.get_world_size() == 1:
+    if mesh is None or mesh.size() > 1 or not is_distributed() or dist.get_world_size() == 1:
         return False
     return not any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in tensors)
 
@@ -449,10 +445,10 @@ def _not_a_mesh(verb: str, given: object) -> MeshError:
 
 
 def _shard_dim(verb: str, mesh: DeviceMesh) -> int:
-    """The dimension of a mesh of two that is sharded over."""
+    """The dimension of a mesh of one or two that is sharded over."""
     names = mesh.mesh_dim_names
-    if names is None:
-        return 1
+    if names is None or mesh.ndim == 1:
+        return mesh.ndim - 1
     said = ["".join(role for role in _ROLES if role in name.lower()) for name in names]
     if sorted(said) != sorted(_ROLES):
         raise MeshError(

@@ -1,9 +1,16 @@
-"""Tensor-parallel parameters at an annotation: comparisons among the ranks of the user's meshes."""
+"""Tensor-parallel parameters: what users call before an annotation, and their forms in one.
+
+`apply_tp_plan` applies the plan of a transformers model. transformers itself applies plans in
+`from_pretrained(distributed_config=...)`, which uses all ranks. The parts that are used here are in
+`transformers.distributed`, which its guides mention. One private method turns a plan into one for
+the layers of a model. Checked on transformers 5.23.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,66 +18,190 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.api.mesh import MeshPlan, comms_along, joint_mesh, part_of
-from composable.api.selection import Ignored, ids_of_ignored
-from composable.checked import checked
-from composable.comm import Comm
+from composable.api.agreement import failures_shared, synchronise
+from composable.api.mesh import MeshPlan, comms_along, device_of, joint_mesh, part_of
+from composable.checked import ELSEWHERE, checked
+from composable.comm import comm_of
 from composable.comm.launch import Launch
-from composable.contract.tree import Managed, managed_parameters
+from composable.comm.mesh_info import communication_device
+from composable.config import StateSync
+from composable.contract.contract import registry
+from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, managed_parameters
 from composable.engine.params.param import ParamForm
-from composable.errors import AnnotationError, RanksDisagreeError, first_line, with_article
+from composable.errors import AnnotationError, RanksDisagreeError, with_article
 from composable.features.forms import (
     PART,
     DTensorForm,
     PartForm,
     form_of,
+    is_packed,
     mesh_and_placements,
     meta_like,
 )
 from composable.tensors.dtensors import describe_mesh
 
+_NAME: Final = "apply_tp_plan"
 
-@contextmanager
-def failures_shared_across(
-    verb: str,
-    modules: Sequence[nn.Module],
-    ignored_params: Ignored,
-    device: torch.device,
-) -> Iterator[None]:
-    """Around what the ranks of a unit agree on: a failure here is shared across parameters' meshes.
+M = TypeVar("M", bound=nn.Module)
 
-    It fails on all ranks over which parameters are tensor parallel, too.
+
+@checked
+def apply_tp_plan(
+    module: M,
+    mesh: DeviceMesh,
+    *,
+    experts: bool = False,
+    sync_module_states: Annotated[StateSync, ELSEWHERE] = "check",  # refused on all ranks
+) -> M:
+    """Make a model of transformers tensor parallel, in place, by the plan of its configuration.
+
+    Then call `fully_shard` or `replicate` over the other dimensions of the same mesh. Pass the same
+    rows of the batch to all ranks of `mesh`. These ranks call this together, before they annotate.
+
+    Args:
+        module: a model of transformers 5. It is the same on all ranks of `mesh`, and each rank
+            keeps its part; or it is on the meta device.
+        mesh: a mesh of one dimension, such as `mesh["tp"]`.
+        experts: give each rank whole experts (`ep_plan`) in place of a part of every expert.
+            Outputs are then summed over all ranks.
+        sync_module_states: as for `fully_shard`, over the ranks of `mesh`. "check" compares values,
+            "broadcast" copies those of the first rank, "off" compares none.
+
+    Returns:
+        `module`.
+
+    Raises:
+        AnnotationError: the model has no such plan, or is already annotated; the mesh has several
+            dimensions.
+        RanksDisagreeError: the ranks do not hold the same model, or another rank failed.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("dp", "tp"))
+        >>> apply_tp_plan(model, mesh["tp"])
+        >>> fully_shard(model, mesh=mesh["dp"], policy=model)
+
+    After `transformers.distributed`.
     """
-    ignored: Mapping[int, None] = {}
-    with suppress(Exception):  # of which the validation tells
-        ignored = ids_of_ignored(modules, ignored_params)
-    found = [
-        mesh_and_placements(each.tensor) for each in managed_parameters(modules, ignored=ignored)
-    ]
-    meshes = dict.fromkeys(each[0] for each in found if each is not None)
-    comms = [comm for mesh in meshes for comm in comms_along(mesh, device)]
-    with failures_shared_with(verb, comms, "tensor-parallel rank"):
-        yield
-
-
-@contextmanager
-def failures_shared_with(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
-    """Around what all ranks of `comms` do: a failure here is raised on all of them."""
-    launch = Launch(f"agreement of {verb}() with each other {whom}")
-    try:
-        yield
-    except Exception as error:
-        for comm in comms:
-            comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", launch)
-        raise
-    failed = ""
-    for comm in comms:
-        said = comm.all_gather_objects(failed, launch)
-        failed = failed or next(filter(None, said), "")
-    if failed:
-        raise RanksDisagreeError(
-            f"{verb}: another {whom} failed, so no rank annotates the module: {failed}"
+    if mesh.ndim != 1:
+        raise AnnotationError(
+            f"apply_tp_plan: mesh must have one dimension, and {mesh!r} has {mesh.ndim}. Pass a"
+            " slice, mesh['tp']"
         )
+    comm = comm_of(mesh.get_group(), communication_device(mesh, device_of((module,))))
+    with failures_shared(_NAME, comm, sync_module_states):
+        tp_plan, ep_plan = _plans_for(module, experts=experts)
+    parameters, buffers = managed_parameters((module,), ignored={}), managed_buffers((module,))
+    treatment = [f"experts={experts}"] * len(parameters)
+    synchronise(_NAME, comm, sync_module_states, parameters, buffers, treatment)
+    # the other names of tied weights are none of a parameter
+    there = {name for name, _ in (*module.named_parameters(), *module.named_modules())}
+    whole: Any = module
+    tp_plan, ep_plan = (
+        {name: how for name, how in whole._expand_parallel_plan(plan).items() if name in there}
+        for plan in (tp_plan, ep_plan)
+    )
+    if not tp_plan and not ep_plan:
+        raise AnnotationError(
+            f"apply_tp_plan: no module of the plan is in this {type(module).__name__}. Pass the"
+            " model of transformers itself, before others are put around it"
+        )
+    distributed = "transformers.distributed"
+    import_module(f"{distributed}.tensor_parallel").apply_tensor_parallelism(module, mesh, tp_plan)
+    if experts:
+        import_module(f"{distributed}.expert_parallel").apply_expert_parallelism(
+            module, mesh, mesh, ep_plan, ep_implementation="all_reduce"
+        )
+    whole.tie_weights()
+    return module
+
+
+def _plans_for(model: nn.Module, *, experts: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Check the model, and return the rules of its two plans that apply."""
+    # what transformers says of it: how it is made tensor parallel, and its experts
+    plans = (getattr(model, name, None) for name in ("tp_plan", "ep_plan"))
+    tp_plan, ep_plan = (dict(plan or {}) for plan in plans)
+    if not tp_plan or (experts and not ep_plan):
+        raise AnnotationError(
+            f"apply_tp_plan: the {type(model).__name__} has no {'ep' if tp_plan else 'tp'}_plan, as"
+            " many models of transformers have. Call torch's parallelize_module with a plan of"
+            " your own"
+        )
+    for name, module in model.named_modules():
+        if not registry(module).keys().isdisjoint((SHARD, REPLICATE)):
+            raise AnnotationError(
+                f"apply_tp_plan: '{name or '(root)'}' is annotated already. Make the model tensor"
+                " parallel before"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or is_packed(parameter):
+            what = "a DTensor already" if isinstance(parameter, DTensor) else "packed in 4 bits"
+            raise AnnotationError(
+                f"apply_tp_plan: parameter '{name}' is {what}, and cannot be cut by the plan"
+            )
+    of_experts = ep_plan if experts else {}
+    return {
+        name: how
+        for name, how in tp_plan.items()
+        if not any(f"{name}.".startswith(f"{left}.") for left in of_experts)
+    }, of_experts
+
+
+@checked
+def declare_part(
+    parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> nn.Parameter:
+    """Declare that a plain parameter is this rank's part of a whole, as in a Megatron-like model.
+
+    `fully_shard` over other dimensions of the same mesh then shards each rank's part. Modules
+    compute with plain tensors as before. At rest, the parameter is a `DTensor` with the shape of
+    the whole. State dicts, `torch.distributed.checkpoint`, `full_state_dict`, `export` and
+    `clip_grad_norm_` need nothing more. If a gradient must be summed over `mesh`, the model does
+    this.
+
+    Args:
+        parameter: a plain `nn.Parameter` of this rank. Declare it before `fully_shard`. (torch's
+            types call the parameters of its own layers `Tensor`.)
+        mesh: the ranks that have the parts, such as `mesh["tp"]`.
+        placements: one per dimension of `mesh`. `Shard(dim)` stands for a part, as `torch.chunk`
+            makes it. `Replicate()` stands for a parameter that is the same on all ranks of the
+            dimension.
+
+    Returns:
+        `parameter`.
+
+    Raises:
+        AnnotationError: `parameter` is not a plain parameter, the mesh does not contain this rank,
+            or the placements do not fit.
+
+    Example:
+        >>> column = nn.Parameter(torch.empty(4 // tp.size(), 2))
+        >>> declare_part(column, tp, [Shard(0)])
+    """
+    if type(parameter) is not nn.Parameter:
+        raise AnnotationError(
+            "declare_part: parameter must be a plain nn.Parameter, got"
+            f" {with_article(type(parameter).__name__)}"
+        )
+    dims = [each.dim for each in placements if isinstance(each, Shard)]
+    if (
+        mesh.get_coordinate() is None
+        or len(placements) != mesh.ndim
+        or any(type(each) not in (Shard, Replicate) for each in placements)
+        or any(not -parameter.ndim <= dim < parameter.ndim for dim in dims)
+    ):
+        raise AnnotationError(
+            f"declare_part: placements {tuple(placements)} do not fit a parameter of shape"
+            f" {tuple(parameter.shape)} over {describe_mesh(mesh)}. Pass Shard(dim) or Replicate()"
+            " for each dimension of a mesh that holds this rank"
+        )
+    where = tuple(
+        Shard(each.dim % parameter.ndim) if isinstance(each, Shard) else each for each in placements
+    )
+    setattr(parameter, PART, (mesh, where))
+    return parameter
+
+
+# --- in an annotation ----------------------------------------------------------------------------
 
 
 def forms_of(
@@ -148,58 +279,3 @@ def _whole_shape(verb: str, managed: Managed[nn.Parameter], device: torch.device
                 " the rest"
             )
     return torch.Size(shape)
-
-
-@checked
-def declare_part(
-    parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> nn.Parameter:
-    """Declare that a plain parameter is this rank's part of a whole, as in a Megatron-like model.
-
-    `fully_shard` over other dimensions of the same mesh then shards each rank's part. Modules
-    compute with plain tensors as before. At rest, the parameter is a `DTensor` with the shape of
-    the whole. State dicts, `torch.distributed.checkpoint`, `full_state_dict`, `export` and
-    `clip_grad_norm_` need nothing more. If a gradient must be summed over `mesh`, the model does
-    this.
-
-    Args:
-        parameter: a plain `nn.Parameter` of this rank. Declare it before `fully_shard`. (torch's
-            types call the parameters of its own layers `Tensor`.)
-        mesh: the ranks that have the parts, such as `mesh["tp"]`.
-        placements: one per dimension of `mesh`. `Shard(dim)` stands for a part, as `torch.chunk`
-            makes it. `Replicate()` stands for a parameter that is the same on all ranks of the
-            dimension.
-
-    Returns:
-        `parameter`.
-
-    Raises:
-        AnnotationError: `parameter` is not a plain parameter, the mesh does not contain this rank,
-            or the placements do not fit.
-
-    Example:
-        >>> column = nn.Parameter(torch.empty(4 // tp.size(), 2))
-        >>> declare_part(column, tp, [Shard(0)])
-    """
-    if type(parameter) is not nn.Parameter:
-        raise AnnotationError(
-            "declare_part: parameter must be a plain nn.Parameter, got"
-            f" {with_article(type(parameter).__name__)}"
-        )
-    dims = [each.dim for each in placements if isinstance(each, Shard)]
-    if (
-        mesh.get_coordinate() is None
-        or len(placements) != mesh.ndim
-        or any(type(each) not in (Shard, Replicate) for each in placements)
-        or any(not -parameter.ndim <= dim < parameter.ndim for dim in dims)
-    ):
-        raise AnnotationError(
-            f"declare_part: placements {tuple(placements)} do not fit a parameter of shape"
-            f" {tuple(parameter.shape)} over {describe_mesh(mesh)}. Pass Shard(dim) or Replicate()"
-            " for each dimension of a mesh that holds this rank"
-        )
-    where = tuple(
-        Shard(each.dim % parameter.ndim) if isinstance(each, Shard) else each for each in placements
-    )
-    setattr(parameter, PART, (mesh, where))
-    return parameter

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from composable.api.units import UnitPlan, observe_annotations
+from composable.api.annotate import UnitPlan, observe_annotations
 from composable.contract.tree import SHARD
 from composable.fsdp2.installation import asks_for_fsdp, install
 

@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 from typing_extensions import override
 
-from composable.api import scopes
-from composable.api.accumulation import launch_reductions, reduce_gradients
+from composable.api import explicit_calls
 from composable.checked import PositiveFloat, Takes, checked
 from composable.comm import Comm, SuppliedComm, with_symmetric_memory
 from composable.compilation import unwrapped
@@ -112,7 +111,7 @@ def _unit(name: str, module: Any) -> Unit:
     """Return the unit of an annotated module, or of a member of an annotated list."""
     if not isinstance(module, nn.Module):
         raise NotAnnotatedError(f"{name}: a {type(module).__name__} is no module")
-    return scopes.units_in(name, module, recurse=False)[0]
+    return explicit_calls.units_in(name, module, recurse=False)[0]
 
 
 def _units(name: str, module: Any, recurse: Flag) -> list[Unit]:
@@ -215,7 +214,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         Args:
             async_op: return a handle at once. Its `wait()`, or the next forward, waits.
         """
-        pending = scopes.unshard(self, async_op=bool(async_op), recurse=False)
+        pending = explicit_calls.unshard(self, async_op=bool(async_op), recurse=False)
         return _Handle(pending.wait) if async_op else None
 
     def reshard(self: Any) -> None:
@@ -224,7 +223,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         Raises:
             PhaseError: inside of the unit's own forward.
         """
-        scopes.reshard(self, recurse=False)
+        explicit_calls.reshard(self, recurse=False)
 
     @checked
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: Flag = True) -> None:
@@ -365,7 +364,7 @@ class FSDPModule(metaclass=_AsksRegistry):
                 " other units are to be reduced. Set set_requires_gradient_sync alike on all of"
                 " them"
             )
-        land = None if any(waits) else launch_reductions(self)
+        land = None if any(waits) else explicit_calls.launch_reductions(self)
         handle = _Handle(land or (lambda: None))
         if async_op:
             return handle
@@ -375,7 +374,7 @@ class FSDPModule(metaclass=_AsksRegistry):
     def synchronize_gradients(self: Any) -> None:
         """Reduce now what backwards have accumulated in this module; see `reduce_gradients`."""
         _unit("synchronize_gradients", self)
-        reduce_gradients(self)
+        explicit_calls.reduce_gradients(self)
 
     def reset_iter_state(self: Any) -> None:
         """Give up a step that failed on all ranks, as `composable.reset` does.
@@ -390,7 +389,7 @@ class FSDPModule(metaclass=_AsksRegistry):
                 f"reset_iter_state was called on unit '{unit.name}'; call it on the outermost"
                 " sharded module, whose step it resets"
             )
-        scopes.reset(self)
+        explicit_calls.reset(self)
 
     @checked
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
@@ -574,7 +573,7 @@ class State:
         """
         if self._unit.gradients.accumulation.now is SyncMode.REDUCE:
             for module in self._unit.modules:
-                reduce_gradients(module)
+                explicit_calls.reduce_gradients(module)
 
 
 class _Group:

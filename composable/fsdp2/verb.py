@@ -14,11 +14,10 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from composable.api import fully_shard as composables
+from composable.api import data_parallel
 from composable.api.arguments import Placement
+from composable.api.explicit_calls import register_forward_method
 from composable.api.mesh import Mesh, MeshDims, MeshPlan
-from composable.api.replicate import replicate
-from composable.api.scopes import register_forward_method
 from composable.checked import checked
 from composable.contract.contract import modules_of, registry
 from composable.contract.tree import SHARD, annotation_of
@@ -89,13 +88,13 @@ def fully_shard(
     }
     modules = modules_of("fully_shard", module)
     if getattr(dp_mesh_dims, "replicate", None) and not getattr(dp_mesh_dims, "shard", None):
-        replicate(module, mesh=over, broadcast_buffers=False, **options)
+        data_parallel.replicate(module, mesh=over, broadcast_buffers=False, **options)
         for each in modules:
             give_methods(each)
         return module
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and dp_mesh_dims is None:
         over = MeshPlan(mesh, shard_dim=1)  # whatever the names of its dimensions say
-    composables.fully_shard(
+    data_parallel.fully_shard(
         module,
         mesh=over,
         reshard_after_forward=reshard_after_forward,

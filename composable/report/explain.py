@@ -68,8 +68,7 @@ def _explain(unit: Unit, units: Sequence[Unit], module: nn.Module, error: BaseEx
             for name, t in held
             if low is not None and t.is_floating_point() and t.dtype != low
         ]
-        dtypes = [(other.name, other.spec.mp_policy.param_dtype) for other in units]
-        others = [each for each in dtypes if each[1] not in (None, low)]
+        others = [each for each in units if each.spec.mp_policy.param_dtype not in (None, low)]
         if odd:
             error.add_note(
                 f"'{f'{names[reader]}.{odd[0][0]}'.lstrip('.')}' of a {kind} is {odd[0][1]}, where"
@@ -79,8 +78,8 @@ def _explain(unit: Unit, units: Sequence[Unit], module: nn.Module, error: BaseEx
             )
         elif others:
             error.add_note(
-                f"unit '{others[0][0]}' computes in {others[0][1]}, and unit"
-                f" '{unit.name}' does not. What one returns to the other is cast by"
+                f"unit '{others[0].name}' computes in {others[0].spec.mp_policy.param_dtype}, and"
+                f" unit '{unit.name}' does not. What one returns to the other is cast by"
                 " MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
             )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.api.scopes import units_in
+from composable.api.explicit_calls import units_in
 from composable.checked import RealDtype
 from composable.comm.backends import ranks_of
 from composable.comm.launch import Launch

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable.api.scopes import units_in
+from composable.api.explicit_calls import units_in
 from composable.checked import RealDtype, checked
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable.api.scopes import units_in
+from composable.api.explicit_calls import units_in
 from composable.checked import checked
 from composable.compilation import unwrapped
 from composable.contract.values import map_tensors

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.api.scopes import units_in
+from composable.api.explicit_calls import units_in
 from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.contract import registry

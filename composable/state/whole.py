@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.api.scopes import units_in
+from composable.api.explicit_calls import units_in
 from composable.checked import checks_of, is_bool
 from composable.comm import Comm
 from composable.comm.backends import ranks_of

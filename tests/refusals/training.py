@@ -579,8 +579,8 @@ def what_cannot_be_watched() -> Refusals:
 def methods_that_cannot_be_forwards() -> Refusals:
     model, plain_one = fully_shard(_layers()), checkpoint(_layers())
     said = "NotAnnotatedError: register_forward_method:"
-    yield lambda: register_forward_method(model[0], "forward"), f"{said} '0' is not annotated; call fully_shard or replicate on it first"
-    yield lambda: register_forward_method(plain_one, "insert"), f"{said} Sequential is not annotated; call fully_shard or replicate on it first"
+    yield lambda: register_forward_method(model[0], "forward"), f"{said} '0' is not annotated itself; call fully_shard(module) or replicate(module) first"
+    yield lambda: register_forward_method(plain_one, "insert"), f"{said} Sequential is not annotated itself; call fully_shard(module) or replicate(module) first"
     yield lambda: register_forward_method(model, "insrt"), f"{said} no method 'insrt' on Sequential; did you mean 'insert'?"
     yield lambda: register_forward_method(model, "0"), f"{said} no method '0' on Sequential"
 

@@ -28,7 +28,7 @@ from composable import (
     replicate,
     summon_full_params,
 )
-from composable.report.parameters import ParameterDescription
+from composable.report.describe import ParameterDescription
 from composable.torch_private import local_tensor
 from tests.extensions.rows import Net, Rows, with_rows
 from tests.helpers.world import Pool, current_device, spmd

@@ -1,6 +1,7 @@
-"""Scopes and explicit calls around annotated modules.
+"""What users call on annotated modules, besides forward and backward.
 
-They say when parameters are unsharded, and how to give up a step.
+These calls and scopes say when parameters are unsharded, when gradients are reduced, and that a
+step is given up.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+import torch
 from torch import nn
 
 from composable.checked import checked
@@ -17,12 +19,14 @@ from composable.compilation import untraced, untraced_alone, unwrapped
 from composable.contract.contract import module_name
 from composable.contract.hooks import dispatcher_of
 from composable.contract.tree import SHARD, annotation_of
+from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.params.param_group import ShardedState
-from composable.engine.step.observer import called
-from composable.engine.step.root import end_interrupted, prepare_roots
+from composable.engine.step.observer import Observer, called, notify
+from composable.engine.step.root import end_interrupted, land_held, launch_held, prepare_roots
 from composable.engine.step.root import reset as reset_steps
 from composable.engine.step.unit import Need, Unit, units_below
 from composable.errors import NotAnnotatedError, PhaseError, did_you_mean
+from composable.torch_private import in_backward
 
 
 def units_in(
@@ -30,8 +34,8 @@ def units_in(
 ) -> list[Unit]:
     """Find the units of both verbs in `module`.
 
-    If `sharded`, find those of `fully_shard`, also below replicated modules. If not `recurse`, find
-    the unit that `module` belongs to, and none below it.
+    If `sharded`, one of them must be of `fully_shard`; next to it, replicated parameters are no
+    plain ones either. If not `recurse`, find the unit that `module` belongs to, and none below it.
     """
     module = unwrapped(module)
     if not recurse:
@@ -43,8 +47,8 @@ def units_in(
             )
         return [annotation.state]
     called(verb)
-    units = [u for u in units_below([module]) if not sharded or u.spec.verb == SHARD]
-    if not units:
+    units = units_below([module])
+    if not any(unit.spec.verb == SHARD or not sharded for unit in units):
         kind, calls = "fully sharded", "fully_shard(module)"
         if not sharded:
             kind, calls = f"{kind} or replicated", f"{calls} or replicate(module)"
@@ -117,9 +121,6 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
         >>> pending.wait()
     """
     units = units_in("unshard", module, sharded=True, recurse=recurse)
-    if recurse:
-        # replicated parameters next to shards are no plain ones either
-        units = units_below([unwrapped(module)])
     prepare_roots(units)
     with _none_kept_on_error(units):
         for unit in units:
@@ -155,13 +156,14 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     """
     units = units_in("reshard", module, sharded=True, recurse=recurse)
     end_interrupted(units)
-    running = next((unit for unit in units if unit.step.calls), None)
+    # a replicated one may run around them
+    running = next((u for u in units if u.step.calls and u.spec.verb == SHARD), None)
     if running is not None:
         raise PhaseError(
             f"reshard was called inside of the forward of unit '{running.name}', which needs its"
             " parameters"
         )
-    for unit in units_below([unwrapped(module)]) if recurse else units:
+    for unit in units:
         unit.hide()
         if not unit.step.calls:
             unit.reshard()
@@ -194,9 +196,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
         >>> with keep_unsharded(model), torch.no_grad():
         ...     for _ in range(100): tokens = extend(tokens, model(tokens))
     """
-    units_in("keep_unsharded", module, sharded=True)
-    # replicated parameters next to shards are no plain ones either
-    units = units_below([unwrapped(module)])
+    units = units_in("keep_unsharded", module, sharded=True)
     prepare_roots(units)
     scope = object()
     shows = not any(param.at_rest.grad is not None for unit in units for param in unit.params)
@@ -240,12 +240,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         >>> register_forward_method(model, "generate")
         >>> model.generate(prompt)
     """
+    units_in("register_forward_method", module, recurse=False)
     module = unwrapped(module)
-    if annotation_of(module) is None:
-        raise NotAnnotatedError(
-            f"register_forward_method: {module_name(module)} is not annotated; call fully_shard or"
-            " replicate on it first"
-        )
     kind = type(module)
     own = vars(module).get(name, getattr(kind, name, None))
     if not callable(own):
@@ -279,7 +275,112 @@ def _call_as_forward(
     return dispatcher.after(module, args, output)
 
 
-# --- lost steps, memory -------------------------------------------------------------------------
+# --- accumulation of gradients ------------------------------------------------------------------
+
+
+Level = Literal["all", "replicate"]
+
+
+@checked
+@contextmanager
+def no_sync(module: nn.Module, *, enabled: bool = True, level: Level = "all") -> Iterator[None]:
+    """Let backwards inside the scope accumulate gradients on each rank.
+
+    The first backward outside of the scope reduces the sum, so the gradients of several
+    micro-batches are communicated once. Backward must run inside the scope; forward may run inside
+    the scope or before it. All ranks open the scope around the same backwards. If scopes nest, the
+    innermost scope that covers a unit decides, so backward reduces in a scope with `enabled=False`
+    inside another. An exception that leaves the scope ends it.
+
+    Until they are reduced, gradients are whole on every rank. The `grad` of a sharded parameter is
+    a `DTensor` with a `Partial` placement; the `grad` of a replicated parameter is this rank's own.
+    `zero_grad` clears both. Optimizers and `clip_grad_norm_` raise an error for them. If only
+    earlier micro-batches used a parameter, on any rank, its gradient is reduced with the others.
+
+    A forward or backward that raises drops the accumulated gradients, because some of them may be
+    incomplete. One rank without a process group accumulates gradients as usual.
+
+    Args:
+        module: an annotated module, or one that contains some. Other units are not affected.
+        enabled: False reduces in every backward, as without the scope.
+        level: "all" reduces nothing. "replicate" is for hybrid sharding: every backward
+            reduce-scatters gradients, and only the all-reduce over the replicas waits.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `module`.
+        ArgumentError: there is no such level.
+
+    Example:
+        >>> for number, batch in enumerate(batches, start=1):
+        ...     with no_sync(model, enabled=number % 4 != 0):
+        ...         (loss_of(model, batch) / 4).backward()
+        ...     if number % 4 == 0:
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+    """
+    units = units_in("no_sync", module)
+    scope = object()
+    try:
+        for unit in units:
+            reduces_shards = level == "replicate" and unit.is_sharded
+            mode = SyncMode.HOLD_SHARDS if reduces_shards else SyncMode.HOLD
+            unit.gradients.accumulation.open_scope(scope, mode if enabled else SyncMode.REDUCE)
+        yield
+    finally:
+        for unit in units:
+            unit.gradients.accumulation.close_scope(scope)
+
+
+@untraced
+@checked
+def reduce_gradients(module: nn.Module) -> None:
+    """Reduce the gradients accumulated on each rank under `no_sync`, without another backward.
+
+    All ranks call it together, outside of forward and backward, after the same backwards.
+
+    Args:
+        module: an annotated module, or one that contains some. All units of its model are reduced.
+            Other models keep their accumulated gradients.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `module`.
+        PhaseError: inside of a forward or backward.
+
+    Example:
+        >>> with no_sync(model):
+        ...     for batch in batches:
+        ...         loss_of(model, batch).backward()
+        >>> reduce_gradients(model)
+        >>> optimizer.step()
+    """
+    launch_reductions(module)()
+
+
+@untraced
+@torch.no_grad()
+def launch_reductions(model: nn.Module) -> Callable[[], None]:
+    """Begin what `reduce_gradients` does.
+
+    Returns:
+        The end of it.
+    """
+    units = units_in("reduce_gradients", model)
+    end_interrupted(units)
+    running = [u for u in units if u.step.calls or (u.root is not None and u.root.step.running)]
+    if in_backward() or running:
+        where = "a backward" if in_backward() else f"the forward of unit '{running[0].name}'"
+        raise PhaseError(
+            f"reduce_gradients was called inside {where}, where gradients are still to come. Call"
+            " it when backward() has returned; or leave it out, and run the last backward outside"
+            " of no_sync"
+        )
+    notify(
+        Observer.communicates, "reduce", [param.at_rest for unit in units for param in unit.params]
+    )
+    return partial(land_held, launch_held(units))
+
+
+# --- lost steps -----------------------------------------------------------------------------
 
 
 @untraced

@@ -19,19 +19,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from composable.api import arguments, checks
-from composable.api.accumulation import no_sync
+from composable.api import agreement, arguments, checks
+from composable.api.explicit_calls import no_sync
 from composable.api.mesh import MeshPlan, device_of, mesh_plan_for, own_mesh_plan
-from composable.api.selection import (
-    Ignored,
-    by_unit,
-    ids_of_ignored,
-    picked_units,
-    refuse_read_by_parent,
-)
-from composable.api.sync_module_states import failures_shared, synchronise
-from composable.api.tensor_parallel import failures_shared_across, failures_shared_with, forms_of
-from composable.checked import check_arguments
+from composable.api.tensor_parallel import forms_of
+from composable.checked import check_arguments, is_bool
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.comm.mesh_info import communication_device
 from composable.compilation import is_traced
@@ -50,11 +42,12 @@ from composable.contract.tree import (
     REPLICATE,
     SHARD,
     Managed,
+    Place,
+    T,
     managed_buffers,
     managed_parameters,
     names_below,
     registered_parameters,
-    walk,
 )
 from composable.engine.edits.copies import attach_copying, detach_copying
 from composable.engine.edits.loading import StateDictHooks, keep_attributes
@@ -130,7 +123,7 @@ def annotate(
     verb: Verb[..., Unit],
     module: nn.Module | Sequence[nn.Module],
     policy: PolicyLike | None,
-    ignored_params: Ignored,
+    ignored_params: arguments.Ignored,
     sync_module_states: str,
     options: dict[str, Any],
 ) -> None:
@@ -151,8 +144,9 @@ def annotate(
     mesh_plan = mesh_plan_for(name, options["mesh"], modules)
     device = device_of(modules)
     comm = comm_of(None, device) if mesh_plan is None else mesh_plan.comm_of_all(device)
-    with failures_shared_across(name, modules, ignored_params, comm.device):
-        with failures_shared(name, comm, sync_module_states):
+    across = agreement.comms_of_parameters(modules, ignored_params, comm.device)
+    with agreement.failures_shared_with(name, across, "tensor-parallel rank"):
+        with agreement.failures_shared(name, comm, sync_module_states):
             check_arguments(verb, {**options, "ignored_params": ignored_params})
             plans, tied, buffers = _planned_units(
                 verb, modules, policy, ignored_params, mesh_plan, options
@@ -161,17 +155,20 @@ def annotate(
             parameters = [each.managed for each in params]
             names = names_below(modules[0])
             treatment = [text for plan in plans for text in _treatment(name, plan, names)]
-        apart: dict[MeshPlan, list[Managed[nn.Parameter]]] = {}  # on meshes of their own
-        for each in params:
-            if each.own is not None:
-                apart.setdefault(each.own, []).append(each.managed)
-        left_out = {id(managed.tensor) for members in apart.values() for managed in members}
-        synchronise(name, comm, sync_module_states, parameters, buffers, treatment, left_out)
-        with failures_shared_with(name, [comm] if apart else [], "rank of the module"):
-            for own, members in apart.items():
+        # the meshes of parameters that have one of their own
+        apart = dict.fromkeys(each.own for each in params if each.own is not None)
+        left_out = {id(each.managed.tensor) for each in params if each.own is not None}
+        agreement.synchronise(
+            name, comm, sync_module_states, parameters, buffers, treatment, left_out
+        )
+        with agreement.failures_shared_with(name, [comm] if apart else [], "rank of the module"):
+            for own in apart:
+                members = [each.managed for each in params if each.own == own]
                 over = own.comm_of_all(device)
                 # ranks that agree on the arguments may be others
-                synchronise(name, over, sync_module_states, members, [], [""] * len(members))
+                agreement.synchronise(
+                    name, over, sync_module_states, members, [], [""] * len(members)
+                )
     for plan in plans:
         _note_meshes(name, plan)
     if mesh_plan is not None:
@@ -199,7 +196,7 @@ def _planned_units(
     of: Verb[..., Unit],
     modules: tuple[nn.Module, ...],
     policy: PolicyLike | None,
-    ignored_params: Ignored,
+    ignored_params: arguments.Ignored,
     mesh_plan: MeshPlan | None,
     options: dict[str, Any],
 ) -> tuple[list[UnitPlan], list[tuple[Unit, Managed[nn.Parameter]]], list[Managed[Tensor]]]:
@@ -211,12 +208,12 @@ def _planned_units(
     verb = of.__name__
     for module in modules:
         if verb == SHARD:
-            refuse_read_by_parent(module)
+            arguments.refuse_read_by_parent(module)
         require_callable(module)
-    picked = picked_units(verb, modules, policy, tuple(options))
+    picked = arguments.picked_units(verb, modules, policy, tuple(options))
     for overrides in picked.values():
         check_arguments(of, overrides)
-    ignored = ids_of_ignored(modules, ignored_params)
+    ignored = arguments.ids_of_ignored(modules, ignored_params)
     replicated = checks.replicated_by_torch(modules) if verb == SHARD else {}
     ignored |= {id(p): None for module in replicated for p in module.parameters(False)}
     picked = {module: own for module, own in picked.items() if module not in replicated}
@@ -233,8 +230,8 @@ def _planned_units(
     inherited = arguments.inherited_policies(modules, picked, precision)
     units = [(modules, options)]
     units += [((u,), {**options, "mp_policy": inherited[u], **own}) for u, own in picked.items()]
-    shares = by_unit(modules, list(picked), managed)
-    buffers = by_unit(modules, list(picked), held)
+    shares = _by_unit(modules, list(picked), managed)
+    buffers = _by_unit(modules, list(picked), held)
     # From the innermost unit outwards, as units are made: shard_placement_fn is the user's, and
     # asked once per parameter.
     plans = []
@@ -261,7 +258,9 @@ def _plan(
     arguments.refuse_unknown_buffers(verb, top, precision)
     settings: dict[str, Any] = {"divisor": divisor_of(options["grad_reduce"])}
     if verb == SHARD:
-        after = arguments.reshard_after_forward_of(options["reshard_after_forward"])
+        after = options["reshard_after_forward"]
+        if after is not None:  # NumPy's types, too: it is asked by `is` whether it is True or False
+            after = bool(after) if is_bool(after) else int(after)
         settings["reshard_after_forward"] = after
         arguments.check_reshard_after_forward(mesh_plan, after)
         settings["prefetch"] = int(options["prefetch"])
@@ -273,7 +272,8 @@ def _plan(
         if offload is not None and mesh_plan is not None:
             checks.refuse_dtensor_offload(share, communication_device(mesh_plan.mesh, device))
     else:
-        settings["bucket_bytes"] = arguments.bucket_bytes_of(options["bucket_cap_mb"])
+        mib = float(options["bucket_cap_mb"])  # small types of NumPy overflow
+        settings["bucket_bytes"] = max(1, int(mib * (1 << 20)))
         settings["keeps_buckets"] = options["gradient_as_bucket_view"]
         if mesh_plan is not None:
             arguments.refuse_elsewhere(
@@ -303,6 +303,58 @@ def _plan(
         place for each in modules for place, p in registered_parameters(each) if id(p) in ignored
     )
     return UnitPlan(modules, top, options, params, precision, mesh_plan, device, settings)
+
+
+def _by_unit(
+    modules: Sequence[nn.Module], picked: Sequence[nn.Module], everything: Sequence[Managed[T]]
+) -> list[list[Managed[T]]]:
+    """The parameters, or buffers, of the unit `modules`, then those of each unit in `picked`, with
+    FQNs relative to their unit.
+
+    A parameter that is tied across units goes to the innermost unit that contains all its places:
+    it is unsharded whenever one of them computes.
+    """
+    if not picked:
+        return [list(everything)]
+    chains = _enclosing_units(modules[0], picked)
+    names = {id(m): name for name, m in modules[0].named_modules()}
+    shares: list[list[Managed[T]]] = [[] for _ in range(len(picked) + 1)]
+    for managed in everything:
+        common = chains[id(managed.places[0].module)]
+        for place in managed.places[1:]:
+            common = tuple(unit for unit in common if unit in chains[id(place.module)])
+        owner = common[-1] if common else 0
+        prefix = names[id(picked[owner - 1])] + "." if owner else ""
+        places = tuple(
+            Place(place.module, place.name, place.fqn.removeprefix(prefix))
+            for place in managed.places
+        )
+        shares[owner].append(Managed(managed.tensor, places))
+    return shares
+
+
+def _enclosing_units(root: nn.Module, picked: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
+    """For every module below `root`, by its id: the picked units around it, outermost first,
+    counted from 1.
+    """
+    number = {id(module): index + 1 for index, module in enumerate(picked)}
+    chains: dict[int, tuple[int, ...]] = {}
+
+    def visit(module: nn.Module, chain: tuple[int, ...]) -> None:
+        if id(module) in number:
+            chain = (*chain, number[id(module)])
+        # reached on another path: only units on all paths enclose it and what is below it
+        if id(module) in chains:
+            known = chains[id(module)]
+            chain = tuple(unit for unit in known if unit in chain)
+            if chain == known:
+                return
+        chains[id(module)] = chain
+        for child in module.children():
+            visit(child, chain)
+
+    visit(root, ())
+    return chains
 
 
 _OF_BUCKETS: Final = ("bucket_cap_mb", "broadcast_buffers")
@@ -391,9 +443,8 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
         on_undo(partial(detach_copying, module))
     unit.build()
     if mesh_info.mesh is not None:
-        for top in plan.modules:
-            for _, module in walk(top, stop=(SHARD, REPLICATE)):
-                add_attribute(module, _MANAGED, _GathersFlag(unit))
+        for module in arguments.own_modules(plan.modules):
+            add_attribute(module, _MANAGED, _GathersFlag(unit))
         if name == SHARD:
             arguments.move_buffers(plan.modules, mesh_info.device)
     visit = Visit(unit)

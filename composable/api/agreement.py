@@ -14,18 +14,20 @@ or values.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from composable.api.arguments import Ignored, ids_of_ignored
+from composable.api.mesh import comms_along
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.config import SYNC_MODES
-from composable.contract.tree import Managed
+from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.param import copy_attributes
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 from composable.features.forms import mesh_and_placements
@@ -46,7 +48,7 @@ def _refuse_unknown_mode(mode: str) -> None:
         )
 
 
-# --- the check ----------------------------------------------------------------------------------
+# --- failures ----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -66,18 +68,54 @@ def failures_shared(verb: str, comm: Comm, mode: str) -> Iterator[None]:
         raise
 
 
-def _kind(entry: Managed[Tensor]) -> str:
-    return "parameter" if isinstance(entry.tensor, nn.Parameter) else "buffer"
+def comms_of_parameters(
+    modules: Sequence[nn.Module], ignored_params: Ignored, device: torch.device
+) -> list[Comm]:
+    """The communicators of the meshes over which parameters are tensor parallel: what fails on a
+    rank of a unit fails on their ranks, too.
+    """
+    ignored: Mapping[int, None] = {}
+    with suppress(Exception):  # of which the validation tells
+        ignored = ids_of_ignored(modules, ignored_params)
+    found = [
+        mesh_and_placements(each.tensor) for each in managed_parameters(modules, ignored=ignored)
+    ]
+    meshes = dict.fromkeys(each[0] for each in found if each is not None)
+    return [comm for mesh in meshes for comm in comms_along(mesh, device)]
+
+
+@contextmanager
+def failures_shared_with(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
+    """Around what all ranks of `comms` do: a failure here is raised on all of them."""
+    launch = Launch(f"agreement of {verb}() with each other {whom}")
+    try:
+        yield
+    except Exception as error:
+        for comm in comms:
+            comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", launch)
+        raise
+    failed = ""
+    for comm in comms:
+        said = comm.all_gather_objects(failed, launch)
+        failed = failed or next(filter(None, said), "")
+    if failed:
+        raise RanksDisagreeError(
+            f"{verb}: another {whom} failed, so no rank annotates the module: {failed}"
+        )
+
+
+# --- the check -----------------------------------------------------------------------------------
 
 
 def _name(entry: Managed[Tensor]) -> str:
-    return f"{_kind(entry)} '{entry.fqn}'"
+    return f"{'parameter' if isinstance(entry.tensor, nn.Parameter) else 'buffer'} '{entry.fqn}'"
 
 
 def _describe(entry: Managed[Tensor]) -> str:
     """All that must be the same on all ranks but the values."""
     dtype = str(entry.tensor.dtype).removeprefix("torch.")
-    frozen = ", frozen" if _kind(entry) == "parameter" and not entry.tensor.requires_grad else ""
+    is_frozen = isinstance(entry.tensor, nn.Parameter) and not entry.tensor.requires_grad
+    frozen = ", frozen" if is_frozen else ""
     others = [repr(place.fqn) for place in entry.places[1:]]
     tied = f", tied to {', '.join(others)}" if others else ""
     found = mesh_and_placements(entry.tensor)
@@ -215,14 +253,11 @@ def _broadcast(
 def _materialise(entry: Managed[Any], device: torch.device) -> Tensor:
     """A tensor with memory in place of one on the meta device, registered at all its places."""
     with torch.inference_mode(False):
-        tensor = torch.empty_like(entry.tensor, dtype=entry.tensor.dtype, device=device)
-        if not isinstance(entry.tensor, nn.Parameter):
-            for place in entry.places:
-                place.module._buffers[place.name] = tensor
-            return tensor
-        parameter = nn.Parameter(tensor, requires_grad=entry.tensor.requires_grad)
-    copy_attributes(entry.tensor, parameter)
+        made = torch.empty_like(entry.tensor, dtype=entry.tensor.dtype, device=device)
+        if isinstance(entry.tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=entry.tensor.requires_grad)
+            copy_attributes(entry.tensor, made)
     for place in entry.places:
-        # recurrent modules keep a list of their parameters, too
-        setattr(place.module, place.name, parameter)
-    return parameter
+        # not into the tables of the module: recurrent ones keep a list of their parameters, too
+        setattr(place.module, place.name, made)
+    return made
