@@ -32,7 +32,7 @@ from composable.engine.params.param import copy_attributes
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 from composable.features.forms import mesh_and_placements
 from composable.memory.digests import digests_as_ints
-from composable.tensors.protocol import plain_parts
+from composable.tensors import plain_parts
 
 # without the verb: texts pair messages, and verbs may differ
 _LAUNCH: Final = Launch("check of an annotation across ranks")

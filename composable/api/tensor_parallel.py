@@ -38,7 +38,7 @@ from composable.features.forms import (
     mesh_and_placements,
     meta_like,
 )
-from composable.tensors.dtensors import describe_mesh
+from composable.tensors import describe_mesh
 
 _NAME: Final = "apply_tp_plan"
 

@@ -54,8 +54,8 @@ from typing_extensions import override
 
 from composable.comm import Comm, comm_of
 from composable.engine.params.param import PLAIN, ParamForm
-from composable.tensors.dtensors import whole_of, wrap
-from composable.tensors.protocol import is_packed as is_packed
+from composable.tensors import is_packed as is_packed
+from composable.tensors import whole_of, wrap
 from composable.torch_private import (
     local_of,
     local_tensor,

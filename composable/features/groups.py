@@ -62,7 +62,7 @@ from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer, note_resized
 from composable.memory.offload import ComingShards, HostHome
 from composable.memory.streams import has_streams
-from composable.tensors.protocol import (
+from composable.tensors import (
     POST,
     PRE,
     RELEASE,

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from composable.tensors.protocol import plain_parts
+from composable.tensors import plain_parts
 
 _WORDS: Final = 1 << 16  # which stay in a cache of the host with what is computed of them
 _STEP: Final = 0x5851_F42D_4C95_7F2D

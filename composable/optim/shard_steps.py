@@ -36,7 +36,7 @@ from composable.contract.values import parameters_of
 from composable.engine.params.param import copy_attributes, gradient_of
 from composable.errors import OptimizerError
 from composable.optim.refusals import refuse_unreduced
-from composable.tensors.dtensors import gradient_like
+from composable.tensors import gradient_like
 from composable.torch_private import (
     as_tensors,
     local_of,

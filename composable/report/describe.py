@@ -33,7 +33,7 @@ from composable.errors import few, unit_name
 from composable.features.groups import OffloadedGroup
 from composable.features.hook_stages import names_of_hooks
 from composable.memory.streams import any_has_streams, has_streams
-from composable.tensors.dtensors import slices_at
+from composable.tensors import slices_at
 from composable.torch_private import local_tensor, locals_of
 
 OFFLOAD: Final = "offload_activations"

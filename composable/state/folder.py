@@ -40,7 +40,7 @@ from composable.state.whole import (
     names_that_differ,
     tensors_at_rest,
 )
-from composable.tensors.dtensors import slices_at
+from composable.tensors import slices_at
 from composable.torch_private import local_of, local_tensor
 
 Box = Sequence[slice]

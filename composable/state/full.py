@@ -35,7 +35,7 @@ from composable.state.whole import (
     managed_in,
     require_at_rest,
 )
-from composable.tensors.dtensors import whole_of
+from composable.tensors import whole_of
 from composable.torch_private import local_tensor
 
 K = TypeVar("K")

@@ -68,7 +68,7 @@ from composable.state.whole import (
     whole_parameter,
     write_whole,
 )
-from composable.tensors.dtensors import whole_of
+from composable.tensors import whole_of
 from composable.torch_private import apply_to_tensors, local_tensor, storage_key
 
 Init = Callable[[nn.Module], object]

@@ -30,7 +30,7 @@ from composable.state.whole import (
     whole_parameter,
     write_whole,
 )
-from composable.tensors.protocol import has_protocol, plain_parts
+from composable.tensors import has_protocol, plain_parts
 from composable.torch_private import (
     gradient_hooks,
     hooks_after_accumulation,

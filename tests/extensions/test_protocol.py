@@ -30,7 +30,7 @@ from composable import (
 from composable.comm import comms_wrapped_by
 from composable.comm.launch import Launch
 from composable.engine.params.param_group import ShardedState
-from composable.tensors.protocol import cloned
+from composable.tensors import cloned
 from composable.traversal import get_handles
 from tests.extensions.rows import (
     Emulated,

@@ -19,7 +19,7 @@ from composable.comm import ledger_of
 from composable.errors import ForeignParameterError
 from composable.extras.averaging import ema as ema_file
 from composable.seams import Observer, observe
-from composable.tensors.protocol import cloned
+from composable.tensors import cloned
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens

@@ -29,7 +29,7 @@ from composable import (
     replicate,
     summon_full_params,
 )
-from composable.tensors.protocol import cut_along
+from composable.tensors import cut_along
 from composable.torch_private import cut_by
 from tests.helpers.compare import full
 from tests.helpers.world import spmd

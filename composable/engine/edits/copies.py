@@ -37,8 +37,7 @@ from composable.engine.params.param import (
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import GRADIENT_HOOKS
 from composable.errors import AnnotationError, PhaseError
-from composable.tensors.dtensors import wrap_like
-from composable.tensors.protocol import cloned
+from composable.tensors import cloned, wrap_like
 from composable.torch_private import local_of
 
 _KEY: Final = "composable"  # in the memo of a deepcopy, beside ids

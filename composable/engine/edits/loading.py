@@ -42,13 +42,14 @@ from composable.engine.step.observer import called
 from composable.engine.step.prepare import is_called, modules_inside
 from composable.engine.step.unit import Need, Unit, unit_of, written
 from composable.errors import AnnotationError
-from composable.tensors.dtensors import (
+from composable.tensors import (
+    as_class_of,
+    cloned,
     describe_mesh,
     gradient_like,
     is_unreduced,
     wrap_like,
 )
-from composable.tensors.protocol import as_class_of, cloned
 from composable.torch_private import CONVERT, local_of
 
 logger = logging.getLogger("composable")

@@ -64,7 +64,7 @@ from composable.engine.params.param import (
 from composable.engine.params.param_group import ParamGroup
 from composable.errors import PhaseError
 from composable.memory.offload import wait_for_traffic
-from composable.tensors.dtensors import gradient_like, gradient_of_shards, is_unreduced
+from composable.tensors import gradient_like, gradient_of_shards, is_unreduced
 from composable.torch_private import (
     as_tensors,
     dtensors_around,

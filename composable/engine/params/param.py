@@ -48,14 +48,15 @@ from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
 from composable.contract.tree import Place
 from composable.engine.params.layout import Route, Slot
-from composable.tensors.dtensors import (
+from composable.tensors import (
+    as_class_of,
+    cut_along,
     gradient_like,
     is_unreduced,
     whole_of,
     wrap,
     wrap_like,
 )
-from composable.tensors.protocol import as_class_of, cut_along
 from composable.torch_private import (
     SHARDS,
     can_take_data,

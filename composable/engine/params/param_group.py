@@ -85,8 +85,7 @@ from composable.engine.params.param import (
 from composable.engine.params.precision import Precision
 from composable.errors import ForeignParameterError, few
 from composable.memory.elastic import ElasticBuffer, with_own_storage
-from composable.tensors.dtensors import gradient_like, wrap
-from composable.tensors.protocol import has_protocol
+from composable.tensors import gradient_like, has_protocol, wrap
 from composable.torch_private import (
     as_tensors,
     innermost,

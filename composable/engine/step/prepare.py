@@ -50,7 +50,7 @@ from composable.errors import (
     few,
     still_on_meta,
 )
-from composable.tensors.dtensors import describe_mesh
+from composable.tensors import describe_mesh
 from composable.torch_private import active_ddp, as_tensors, innermost, local_of, outside_transforms
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from composable.engine.step.root import Root, plan_root, root_for_call
 from composable.engine.step.unit import Need, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
 from composable.memory.elastic import comes_and_goes
-from composable.tensors.protocol import plain_parts
+from composable.tensors import plain_parts
 from composable.torch_private import current_node, in_backward, innermost, made_since, next_node
 
 logger = logging.getLogger("composable")

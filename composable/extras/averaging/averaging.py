@@ -70,8 +70,7 @@ from composable.seams import (
     write_whole,
     written,
 )
-from composable.tensors.dtensors import describe_mesh, gradient_like
-from composable.tensors.protocol import is_packed
+from composable.tensors import describe_mesh, gradient_like, is_packed
 from composable.torch_private import local_tensor, locals_of, parameter_around
 
 Over = str | DeviceMesh | dist.ProcessGroup

@@ -24,8 +24,7 @@ from composable.seams import (
     write_whole,
     written,
 )
-from composable.tensors.dtensors import describe_mesh, gradient_like, whole_of
-from composable.tensors.protocol import cloned, is_packed
+from composable.tensors import cloned, describe_mesh, gradient_like, is_packed, whole_of
 from composable.torch_private import local_tensor, placed_alike
 
 

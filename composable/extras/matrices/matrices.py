@@ -39,7 +39,7 @@ from composable.comm.launch import Launch
 from composable.comm.mesh_info import communication_device
 from composable.errors import OptimizerError
 from composable.seams import LocalStep, unit_of
-from composable.tensors.dtensors import wrap
+from composable.tensors import wrap
 from composable.torch_private import local_tensor, tree_flatten, tree_unflatten
 
 Part = tuple[slice, ...]  # of a tensor: from where to where in each dimension

@@ -65,7 +65,7 @@ from composable.seams import (
     unscale_gradients,
     written,
 )
-from composable.tensors.dtensors import is_unreduced
+from composable.tensors import is_unreduced
 from composable.torch_private import in_backward, join_hooks, locals_of, on_zero_grad, wrap_join
 
 _BYTES: Final = 1024  # of a message; longer ones are followed by another

@@ -1,1 +1,0 @@
-"""Helpers for `DTensor`s and for tensors of users' classes. They do not depend on a step."""
