@@ -147,9 +147,9 @@ _LAZY = {
         "extras.uneven.together": "together",
         "extras.watch.watch": "Watch watch",
         "report.describe": "describe",
-        "state.host": "HostOffload offload_to_host",
+        "state.offload_to_host": "HostOffload offload_to_host",
         "state.materialize": "load materialize refresh",
-        "state.optimizers": "rebind_optimizer",
+        "state.rebind_optimizer": "rebind_optimizer",
         "state.summon_full_params": "summon_full_params",
     }.items()
     for name in names.split()
