@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from composable.api.arguments import Ignored, ids_of_ignored
 from composable.api.mesh import comms_along
-from composable.comm import Comm
+from composable.comm.base import Comm
 from composable.comm.launch import Launch
 from composable.config import SYNC_MODES
 from composable.contract.tree import Managed, managed_parameters

@@ -24,8 +24,13 @@ from composable.api.explicit_calls import no_sync
 from composable.api.mesh import MeshPlan, device_of, mesh_plan_for, own_mesh_plan
 from composable.api.tensor_parallel import forms_of
 from composable.checked import check_arguments, is_bool
-from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
-from composable.comm.mesh_info import communication_device
+from composable.comm.backends import comm_of
+from composable.comm.mesh_info import (
+    MeshInfo,
+    communication_device,
+    mesh_info_of_replicas,
+    mesh_info_of_shards,
+)
 from composable.compilation import is_traced
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import (

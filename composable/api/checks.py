@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from composable.api.arguments import dim_without_padding, has_own_class, ranks_after_forward
 from composable.api.mesh import MeshPlan, is_alone, part_of
-from composable.comm import is_distributed
+from composable.comm.backends import is_distributed
 from composable.comm.mesh_info import communication_device
 from composable.contract.contract import add_attribute, find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from composable.api.agreement import failures_shared, synchronise
 from composable.api.mesh import MeshPlan, comms_along, device_of, joint_mesh, part_of
 from composable.checked import ELSEWHERE, checked
-from composable.comm import comm_of
+from composable.comm.backends import comm_of
 from composable.comm.launch import Launch
 from composable.comm.mesh_info import communication_device
 from composable.config import StateSync

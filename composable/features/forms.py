@@ -52,7 +52,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
-from composable.comm import Comm, comm_of
+from composable.comm.backends import comm_of
+from composable.comm.base import Comm
 from composable.engine.params.param import PLAIN, ParamForm
 from composable.tensors import is_packed as is_packed
 from composable.tensors import whole_of, wrap

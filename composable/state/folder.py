@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.comm import Comm, is_distributed
+from composable.comm.backends import is_distributed
+from composable.comm.base import Comm
 from composable.engine.step.unit import Unit
 from composable.errors import RanksDisagreeError, StateError, few, first_line
 from composable.features.forms import is_packed
