@@ -353,7 +353,8 @@ class Root:
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins.
 
-        1. Reductions without a backward land.
+        1. Reductions without a backward land. Roots of shared units give up a backward that has
+           raised: this forward may not call their modules, and its backward opens them.
         2. What earlier steps kept for a backward is given up, if none is to come to it.
         3. Modules hold at-rest parameters, since 4. looks at what is registered.
         4. What users did to parameters is adopted or refused.
@@ -367,6 +368,8 @@ class Root:
            asked whether it will reduce.
         """
         land_held([self])
+        for root in roots_of(self.shared) if not in_backward() else ():
+            root.give_up_backward()
         grad = torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
         self._give_up_kept(grad=grad)
