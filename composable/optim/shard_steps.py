@@ -458,11 +458,10 @@ class ShardStepping(Stepping):
     @override
     def _takes(self, optimizer: Optimizer) -> bool:
         # Tensors that are made in inference mode have no version counter.
-        return not (
-            torch.compiler.is_compiling()
-            or torch.is_inference_mode_enabled()
-            or Stepping.is_differentiable(optimizer)
-        )
+        declines = torch.is_inference_mode_enabled() or Stepping.is_differentiable(optimizer)
+        if declines:  # a step on shards looks at its gradients
+            self._refuse_unreduced(optimizer, parameters_of(optimizer))
+        return not (declines or torch.compiler.is_compiling())
 
     @override
     def _groups_for(self, stand_in: StandIn) -> tuple[list[State], Any]:

@@ -12,7 +12,7 @@ State machine of a `Root`; what may change its phase is in this file, and the ph
 | phase    | a forward begins  | a backward begins | what runs ends   | what runs raises | `reset` |
 |----------|-------------------|-------------------|------------------|------------------|---------|
 | IDLE     | FORWARD           | BACKWARD          | -                | -                | -       |
-| FORWARD  | -         | BACKWARD | WAITING, or idle if nothing waits | IDLE             | IDLE    |
+| FORWARD  | -         | BACKWARD | WAITING, or IDLE if nothing waits | IDLE             | IDLE    |
 | WAITING  | FORWARD           | BACKWARD          | -                | -                | IDLE    |
 | BACKWARD | FORWARD, by reset | -    | IDLE, or on with what is open | LOST             | IDLE    |
 | LOST     | FORWARD, by reset | refused           | -                | -                | IDLE    |

@@ -339,7 +339,9 @@ class Unit:
         self.modules = spec.modules
         self.mesh_info = spec.mesh_info
         self.params = list(map(ManagedParam, spec.params) if params is None else params)
-        self.kind = without_shards(spec.mesh_info)  # `change_kind` looks for shards around it
+        self.kind = without_shards(
+            spec.mesh_info
+        )  # `choose_rest` in `edits/tree.py` looks for shards around it
         if spec.verb == SHARD and spec.mesh_info.mesh is not None:
             self.kind = UnitKind.SHARDED
         self._buffers = (BufferCasts(spec.buffer_holders),) if spec.buffer_holders else ()
