@@ -54,17 +54,17 @@ from composable.contract.tree import (
     names_below,
     registered_parameters,
 )
+from composable.engine.edits.annotations import restore, settle
 from composable.engine.edits.copies import attach_copying, detach_copying
 from composable.engine.edits.loading import StateDictHooks, keep_attributes
-from composable.engine.edits.tree import restore, settle
 from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ParamInfo
 from composable.engine.params.precision import ExactModule
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import GRADIENT_HOOKS, Visit
 from composable.errors import unit_name
-from composable.features.forms import is_packed, prepare_packed
 from composable.features.groups import GroupingByForm
+from composable.features.param_forms import is_packed, prepare_packed
 from composable.policies import PolicyLike
 
 

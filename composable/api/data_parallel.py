@@ -12,7 +12,7 @@ from composable.api.mesh import Mesh, MeshDims, mesh_plan_of_dims
 from composable.checked import NonNegativeInt, PositiveFloat
 from composable.config import GradReduce, StateSync
 from composable.contract.contract import Target, contract
-from composable.engine.edits.tree import before_removal
+from composable.engine.edits.annotations import before_removal
 from composable.engine.step.unit import Unit
 from composable.errors import UnknownArgumentError
 from composable.policies import PolicyLike

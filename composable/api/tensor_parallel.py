@@ -29,7 +29,7 @@ from composable.contract.contract import registry
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, managed_parameters
 from composable.engine.params.param import ParamForm
 from composable.errors import AnnotationError, RanksDisagreeError, with_article
-from composable.features.forms import (
+from composable.features.param_forms import (
     PART,
     DTensorForm,
     PartForm,

@@ -15,7 +15,7 @@ object where nothing is sharded or cast, and gradients are reduced in their own 
 | ... with another reduce dtype   | as above                 | `nn.Parameter` over the same memory |
 
 `ParamForm` says what a parameter is: a plain tensor, or one that its user has distributed over
-ranks (`features/forms.py`). The annotation picks the form, and nothing else asks for it. A
+ranks (`features/param_forms.py`). The annotation picks the form, and nothing else asks for it. A
 unit shards, gathers and reduces one *local* tensor of each parameter. For a plain parameter this
 is the whole parameter; for a distributed one it is this rank's part. The form converts between the
 local tensor and what users and modules see. How a parameter is stored at rest is decided by its

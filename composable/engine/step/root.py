@@ -1,6 +1,6 @@
 """The phases of one step: which units are entered and left, and freed when. What is gathered ahead
-is in `order.py`, what is reduced when in `post_backward.py`; docs/tour.md follows a step line by
-line.
+is in `gather_order.py`, what is reduced when in `post_backward.py`; docs/tour.md follows a step
+line by line.
 
 In this file: what belongs to one step (`Step`, `Iteration`), the end of a backward (`BackwardEnd`),
 `Root` (forward, backward, a lost step), which root a call has (`root_for_call`, `plan_root`), and
@@ -69,8 +69,8 @@ from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ManagedParam
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
+from composable.engine.step.gather_order import CLOCK, REMEMBERED, Forward, GatherOrder
 from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer, notify
-from composable.engine.step.order import CLOCK, REMEMBERED, Forward, GatherOrder
 from composable.engine.step.prepare import Preparation, broadcast_buffers, is_called, modules_inside
 from composable.engine.step.unit import Need, Unit, UnitCall, rename_below, unit_of, units_below
 from composable.errors import CommunicationError, DifferentiationError, PhaseError, first_line
