@@ -155,7 +155,7 @@ class DTensorForm(ParamForm):
     @torch.no_grad()
     def unsharded(self, tensor: Tensor) -> Tensor:
         if self.owns(tensor) or not isinstance(tensor, DTensor):  # replicated parameters rest so
-            return local_tensor(tensor).clone()
+            return whole_of(local_tensor(tensor))
         # as if it were the same on all tensor-parallel ranks: along them nothing is sent
         like, placements = local_of(self.like), [*tensor.placements]
         placements[: self.ndim] = [Replicate()] * self.ndim

@@ -278,17 +278,21 @@ def _of_users(table: T) -> T | OrderedDict[int, Any]:
     return table.of_users if isinstance(table, DeferredHooks) else table
 
 
-def move_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
-    """`target` has the hooks of `source`, and `source` none. What removes a hook knows its table,
-    so the tables move.
+def share_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """`target` has the hooks of `source`, too. What removes a hook knows its table, so both have
+    the same tables.
     """
-    tensor_hooks, after = gradient_hooks(source), _of_users(hooks_after_accumulation(source))
+    if tensor_hooks := gradient_hooks(source):
+        target._backward_hooks = tensor_hooks
+    if after := _of_users(hooks_after_accumulation(source)):
+        target._post_accumulate_grad_hooks = after
+
+
+def move_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """The same, and `source` has none any more."""
+    share_hooks(source, target)
     source._backward_hooks = None
     source._post_accumulate_grad_hooks = OrderedDict()  # None would leave the hooks in C++
-    if tensor_hooks:
-        target._backward_hooks = tensor_hooks
-    if after:
-        target._post_accumulate_grad_hooks = after
 
 
 def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:

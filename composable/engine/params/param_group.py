@@ -81,6 +81,7 @@ from composable.engine.params.param import (
     replacement_of,
     set_label,
     shape_and_strides,
+    share_hooks,
 )
 from composable.engine.params.precision import Precision
 from composable.errors import ForeignParameterError, few
@@ -808,7 +809,8 @@ class ShardedGroup(ParamGroup):
         placements = [*form.kept, *_shard_placements(slot, info.mesh, info.shard_dim)]
         size = form.size_of(*shape_and_strides(slot))
         at_rest = replacement_of(registered, wrap(self._local(slot), mesh, placements, *size))
-        move_hooks(registered, at_rest)
+        # If the annotation is refused, `registered` is what the user has again, unchanged.
+        share_hooks(registered, at_rest)
         return at_rest
 
     @override
