@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -142,7 +142,7 @@ def _default_mesh() -> DeviceMesh | None:
     return init_device_mesh(accelerator.type, (dist.get_world_size(),))
 
 
-_torchs_state: Final[Callable[[nn.Module], Any]] = fsdp.fully_shard.state  # type: ignore[attr-defined]
+_TORCHS: Final[Any] = fsdp.fully_shard  # whatever torch.distributed.fsdp holds later on
 
 
 def _state(module: nn.Module) -> Any:
@@ -151,7 +151,7 @@ def _state(module: nn.Module) -> Any:
     Of modules that torch's own `fully_shard` has annotated, the state is torch's.
     """
     annotation = annotation_of(module)
-    return _torchs_state(module) if annotation is None else State(annotation.state)
+    return _TORCHS.state(module) if annotation is None else State(annotation.state)
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]
