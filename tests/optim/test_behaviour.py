@@ -271,10 +271,14 @@ class Named(optim.AdamW):
 
 
 def test_a_subclass_that_steps_like_its_base_is_accepted() -> None:
-    optimizer = Named([nn.Parameter(torch.ones(2, 2))])
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = Named([parameter])
     step_on_shards(optimizer)
     step_on_shards(optimizer)  # twice is as good as once
     assert len(step_hooks(optimizer)[0]) == 1
+    parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert parameter.sum() < 4
 
 
 @spmd(ranks=2)
