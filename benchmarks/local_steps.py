@@ -55,7 +55,7 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     from torch.distributed.device_mesh import init_device_mesh
 
     from composable import fully_shard, local_steps
-    from composable.comm import comms_wrapped_by
+    from composable.comm.backends import comms_wrapped_by
     from examples.demo import model as demo
     from examples.demo.text import batch, read_corpus
 

@@ -30,7 +30,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from virtual import DeviceModule
 
-from composable.comm import AcceleratorComm, Comm, base, comms_wrapped_by
+from composable.comm import base
+from composable.comm.backends import AcceleratorComm, comms_wrapped_by
+from composable.comm.base import Comm
 from composable.extras.forecast.devices import DEVICES
 from composable.extras.forecast.machine import BACKEND, COMPUTE, Machine, NoValues, form_group
 from composable.memory.elastic import resizing_buffers

@@ -66,7 +66,8 @@ import torch
 from torch import Tensor, nn
 
 from composable.api import comm_hooks, explicit_calls
-from composable.comm import Comm, MeshInfo
+from composable.comm.base import Comm
+from composable.comm.mesh_info import MeshInfo
 from composable.config import MixedPrecisionPolicy
 from composable.contract.tree import Place
 from composable.engine.edits.loading import warn_of_other_groups as warn_of_other_groups

@@ -2,7 +2,7 @@
 
 `DTensor`s are made without a collective. Tensors with the protocol are cut, copied and filled here;
 how they are gathered is in `features/groups.py`. All functions also accept plain tensors. This file
-also recognises tensors of packed bytes (`features/forms.py`). Nothing here depends on a step.
+also recognises tensors of packed bytes (`features/param_forms.py`). Nothing here depends on a step.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from itertools import repeat
 from operator import attrgetter, is_
 from traceback import walk_stack
 from typing import Any, Final, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -440,9 +441,9 @@ def parameter_around(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
 
 
 # The parameters of blocks that repeat have equal specs, and torch takes 20 us to make one. Each
-# holds its mesh, so that no other mesh has its `id`.
-_SPECS: Final[dict[Any, Any]] = {}
-_MOST_SPECS: Final = 64
+# holds its mesh, so that no other mesh has its `id`. Weak: a mesh holds its process groups, which
+# must not outlive the model.
+_SPECS: Final[WeakValueDictionary[Any, DTensorSpec]] = WeakValueDictionary()
 
 
 def wrap(
@@ -464,8 +465,6 @@ def wrap(
     with torch.inference_mode(False):
         spec = _SPECS.get(key)
         if spec is None:
-            if len(_SPECS) == _MOST_SPECS:
-                _SPECS.clear()
             meta = TensorMeta(shape, stride, local.dtype)
             spec = _SPECS[key] = DTensorSpec(mesh, key[1], tensor_meta=meta)
         stand_in = torch.empty(0, dtype=local.dtype, device=device or local.device)

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from composable.api.arguments import Ignored, ids_of_ignored
 from composable.api.mesh import comms_along
-from composable.comm import Comm
+from composable.comm.base import Comm
 from composable.comm.launch import Launch
 from composable.config import SYNC_MODES
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.param import copy_attributes
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
-from composable.features.forms import mesh_and_placements
+from composable.features.param_forms import mesh_and_placements
 from composable.memory.digests import digests_as_ints
 from composable.tensors import plain_parts
 

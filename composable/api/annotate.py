@@ -24,8 +24,13 @@ from composable.api.explicit_calls import no_sync
 from composable.api.mesh import MeshPlan, device_of, mesh_plan_for, own_mesh_plan
 from composable.api.tensor_parallel import forms_of
 from composable.checked import check_arguments, is_bool
-from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
-from composable.comm.mesh_info import communication_device
+from composable.comm.backends import comm_of
+from composable.comm.mesh_info import (
+    MeshInfo,
+    communication_device,
+    mesh_info_of_replicas,
+    mesh_info_of_shards,
+)
 from composable.compilation import is_traced
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import (
@@ -49,17 +54,17 @@ from composable.contract.tree import (
     names_below,
     registered_parameters,
 )
+from composable.engine.edits.annotations import restore, settle
 from composable.engine.edits.copies import attach_copying, detach_copying
 from composable.engine.edits.loading import StateDictHooks, keep_attributes
-from composable.engine.edits.tree import restore, settle
 from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ParamInfo
 from composable.engine.params.precision import ExactModule
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import GRADIENT_HOOKS, Visit
 from composable.errors import unit_name
-from composable.features.forms import is_packed, prepare_packed
 from composable.features.groups import GroupingByForm
+from composable.features.param_forms import is_packed, prepare_packed
 from composable.policies import PolicyLike
 
 

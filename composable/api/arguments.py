@@ -38,7 +38,7 @@ from composable.errors import (
     kind_of,
     what_is_there,
 )
-from composable.features.forms import mesh_and_placements
+from composable.features.param_forms import mesh_and_placements
 from composable.memory.streams import has_streams
 from composable.policies import PolicyLike, by_all_names, select_modules
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from composable.api.arguments import dim_without_padding, has_own_class, ranks_after_forward
 from composable.api.mesh import MeshPlan, is_alone, part_of
-from composable.comm import is_distributed
+from composable.comm.backends import is_distributed
 from composable.comm.mesh_info import communication_device
 from composable.contract.contract import add_attribute, find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed
@@ -30,7 +30,7 @@ from composable.engine.gradients.sparse import is_sparse_lookup
 from composable.engine.params.param import ParamInfo, label_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
-from composable.features.forms import is_packed, mesh_and_placements, refusal_of
+from composable.features.param_forms import is_packed, mesh_and_placements, refusal_of
 from composable.tensors import cloned, describe_mesh, has_protocol, pieces_of
 from composable.torch_private import hooks_after_accumulation, local_of
 

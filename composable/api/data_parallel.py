@@ -12,7 +12,7 @@ from composable.api.mesh import Mesh, MeshDims, mesh_plan_of_dims
 from composable.checked import NonNegativeInt, PositiveFloat
 from composable.config import GradReduce, StateSync
 from composable.contract.contract import Target, contract
-from composable.engine.edits.tree import before_removal
+from composable.engine.edits.annotations import before_removal
 from composable.engine.step.unit import Unit
 from composable.errors import UnknownArgumentError
 from composable.policies import PolicyLike
@@ -215,8 +215,8 @@ def replicate(
         mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a
             process group is fine.
         policy: which submodules get their own buckets. All other parameters belong to `module`.
-        bucket_cap_mb: MiB of small gradients that are reduced together. Gradients of 1 MiB
-            (accelerators: 25 MiB) and more are reduced alone.
+        bucket_cap_mb: a bucket is reduced once its gradients have this many MiB. The first one has
+            1 MiB or one gradient, so that a message is sent early.
         gradient_as_bucket_view: keep gradients in their buckets from step to step, at the same
             addresses. This is faster, but holds the memory of the gradients between steps. If you
             keep a gradient beyond a step, the next step overwrites it. It has no effect with mixed

@@ -20,16 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.comm import (
-    Comm,
-    backend_of,
-    comm_of,
-    is_distributed,
-    mesh_info_of_shards,
-    world_group,
-)
+from composable.comm.backends import comm_of, is_distributed, world_group
+from composable.comm.base import Comm, backend_of
 from composable.comm.launch import Launch
-from composable.comm.mesh_info import communication_device
+from composable.comm.mesh_info import communication_device, mesh_info_of_shards
 from composable.contract.tree import SHARD
 from composable.errors import MeshError, RanksDisagreeError, kind_of
 from composable.torch_private import flattened, root_of

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from composable.api.agreement import failures_shared, synchronise
 from composable.api.mesh import MeshPlan, comms_along, device_of, joint_mesh, part_of
 from composable.checked import ELSEWHERE, checked
-from composable.comm import comm_of
+from composable.comm.backends import comm_of
 from composable.comm.launch import Launch
 from composable.comm.mesh_info import communication_device
 from composable.config import StateSync
@@ -29,7 +29,7 @@ from composable.contract.contract import registry
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, managed_parameters
 from composable.engine.params.param import ParamForm
 from composable.errors import AnnotationError, RanksDisagreeError, with_article
-from composable.features.forms import (
+from composable.features.param_forms import (
     PART,
     DTensorForm,
     PartForm,

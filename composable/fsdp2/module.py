@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from composable.api import explicit_calls
 from composable.checked import PositiveFloat, Takes, checked
-from composable.comm import Comm, SuppliedComm, with_symmetric_memory
+from composable.comm.base import Comm
+from composable.comm.supplied import SuppliedComm, with_symmetric_memory
 from composable.compilation import unwrapped
 from composable.config import MixedPrecisionPolicy
 from composable.contract.contract import Method, bind_method, unbind_method

@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.checked import checked
-from composable.comm import backend_of, is_distributed, reduce_numbers
+from composable.comm.backends import is_distributed, reduce_numbers
+from composable.comm.base import backend_of
 from composable.compilation import untraced
 from composable.engine.params.param import (
     holds_unreduced,

@@ -461,12 +461,14 @@ class ShardStepping(Stepping):
     def _takes(self, optimizer: Optimizer) -> bool:
         # A hook after this object's, which another hook has just registered, would be handed the
         # stand-in. Tensors that are made in inference mode have no version counter.
-        is_last = next(reversed(step_hooks(optimizer)[0])) == self._before.id
-        return is_last and not (
-            torch.compiler.is_compiling()
+        declines = (
+            next(reversed(step_hooks(optimizer)[0])) != self._before.id
             or torch.is_inference_mode_enabled()
             or Stepping.is_differentiable(optimizer)
         )
+        if declines:  # a step on shards looks at its gradients
+            self._refuse_unreduced(optimizer, parameters_of(optimizer))
+        return not (declines or torch.compiler.is_compiling())
 
     @override
     def _groups_for(self, stand_in: StandIn) -> tuple[list[State], Any]:

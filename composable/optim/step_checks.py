@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from composable.comm import is_distributed
+from composable.comm.backends import is_distributed
 from composable.comm.base import tell_when
 from composable.compilation import untraced
 from composable.contract.values import parameters_of

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.comm import Comm, is_distributed
+from composable.comm.backends import is_distributed
+from composable.comm.base import Comm
 from composable.engine.step.unit import Unit
 from composable.errors import RanksDisagreeError, StateError, few, first_line
-from composable.features.forms import is_packed
+from composable.features.param_forms import is_packed
 from composable.state.hub_names import Converted, by_transformers, ignored, is_of_transformers
 from composable.state.whole import (
     NamedParam,

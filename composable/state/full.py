@@ -26,7 +26,7 @@ from composable.engine.edits.loading import says_nothing_of_groups
 from composable.engine.params.param import mesh_of
 from composable.engine.step.unit import Unit, show_again
 from composable.errors import AnnotationError, RanksDisagreeError
-from composable.features.forms import is_packed
+from composable.features.param_forms import is_packed
 from composable.memory.digests import digests_as_ints
 from composable.state.whole import (
     all_or_none,

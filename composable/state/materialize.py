@@ -50,7 +50,7 @@ from composable.errors import (
     UnknownArgumentError,
     few,
 )
-from composable.features.forms import is_packed
+from composable.features.param_forms import is_packed
 from composable.memory.digests import digests_as_ints
 from composable.memory.elastic import ElasticBuffer
 from composable.state.folder import Loaded, Rename, plan_folder

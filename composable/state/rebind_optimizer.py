@@ -18,7 +18,7 @@ from composable.contract.values import TorchOptimizer
 from composable.engine.params.param import PLAIN, label_of
 from composable.engine.step.unit import at_rest, unit_of, units_below
 from composable.errors import OptimizerError, few
-from composable.features.forms import mesh_and_placements
+from composable.features.param_forms import mesh_and_placements
 from composable.tensors import whole_of, wrap
 from composable.torch_private import local_of, step_hooks
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from composable.api.explicit_calls import units_in
 from composable.checked import checks_of, is_bool
-from composable.comm import Comm
 from composable.comm.backends import ranks_of
+from composable.comm.base import Comm
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.loading import says_nothing_of_groups

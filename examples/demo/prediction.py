@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
-from composable.comm import Comm, Work
+from composable.comm.base import Comm, Work
 from composable.comm.launch import Launch
 from composable.forecast import Forecast, forecast
 from examples.demo.memory import MemoryTrace

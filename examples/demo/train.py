@@ -28,7 +28,7 @@ from composable import (
     materialize,
     replicate,
 )
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from examples.demo import snapshot
 from examples.demo.memory import MemoryTrace, measure_step
 from examples.demo.model import (

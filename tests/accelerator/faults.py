@@ -16,8 +16,7 @@ from unittest import mock
 
 import torch
 
-from composable.comm import AcceleratorComm
-from composable.comm.backends import _StreamWork
+from composable.comm.backends import AcceleratorComm, _StreamWork
 from composable.comm.base import DONE
 from composable.engine.gradients.reduction import Reduction
 from composable.engine.params.param_group import ParamGroup, ShardedState

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import checkpoint, fully_shard, replicate
-from composable.comm import AcceleratorComm, Comm, comms_wrapped_by
-from composable.comm.backends import REDUCTIONS_VARIABLE
+from composable.comm.backends import REDUCTIONS_VARIABLE, AcceleratorComm, comms_wrapped_by
+from composable.comm.base import Comm
 from tests.accelerator import sim, watch
 from tests.accelerator.faults import FAULTS, assert_found
 from tests.helpers.world import Pool, current_device

@@ -23,7 +23,7 @@ from composable import (
     fully_shard,
     replicate,
 )
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from tests.algorithms.replicas import (
     PLANS,
     WORLDS,

@@ -25,7 +25,7 @@ from composable import (
     reduce_gradients,
     replicate,
 )
-from composable.comm import ledger_of
+from composable.comm.ledger import ledger_of
 from composable.errors import CommunicationError
 from composable.seams import open_scope
 from composable.torch_private import locals_of

@@ -29,7 +29,7 @@ from composable import (
     reduce_gradients,
     remove,
 )
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from composable.errors import (
     OptimizerError,
     PhaseError,

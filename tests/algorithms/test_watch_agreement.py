@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.optim import SGD
 
 from composable import fully_shard, register_comm_hook, watch
-from composable.comm import Comm, Work, comms_wrapped_by
-from composable.comm.base import Again
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Again, Comm, Work
 from composable.comm.launch import Launch
 from composable.errors import RanksDisagreeError
 from composable.torch_private import local_tensor

@@ -21,7 +21,7 @@ from composable import (
     replicate,
     watch,
 )
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from composable.errors import ReplayError
 from composable.extras.watch.incident import FORMAT
 from composable.extras.watch.replay import COLUMNS, replay

@@ -8,7 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from composable.comm import LocalComm, Traits, Work
+from composable.comm.backends import LocalComm
+from composable.comm.base import Traits, Work
 from composable.comm.launch import Launch
 from tests.helpers.communicators import Waited
 

@@ -17,22 +17,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable.comm import (
-    Comm,
+from composable.comm import backends
+from composable.comm.backends import (
     GenericComm,
     LocalComm,
     PointToPointComm,
-    backend_of,
-    backends,
     comm_of,
     comms_wrapped_by,
-    mesh_info_of_replicas,
-    mesh_info_of_shards,
+    group_of_all,
     subgroup_of,
     world_group,
 )
-from composable.comm.backends import group_of_all
+from composable.comm.base import Comm, backend_of
 from composable.comm.launch import Launch
+from composable.comm.mesh_info import mesh_info_of_replicas, mesh_info_of_shards
 from composable.errors import AnnotationError
 from composable.torch_private import timeout_of
 from tests.helpers.communicators import Around

@@ -14,19 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from composable.comm import (
+from composable.comm import backends, base
+from composable.comm.backends import (
     AcceleratorComm,
-    Comm,
     GenericComm,
     LocalComm,
     PointToPointComm,
-    SuppliedComm,
-    backends,
-    base,
     reduce_numbers,
     world_group,
 )
+from composable.comm.base import Comm
 from composable.comm.launch import Launch
+from composable.comm.supplied import SuppliedComm
 from composable.memory.elastic import idle_bytes, keep_idle_memory, release_idle_memory
 from composable.memory.streams import Streams
 from tests.helpers.world import Pool, spmd

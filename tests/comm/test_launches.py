@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable.comm import AcceleratorComm, backends, comm_of, world_group
+from composable.comm import backends
+from composable.comm.backends import AcceleratorComm, comm_of, world_group
 from composable.comm.launch import Launch
 from composable.errors import CommunicationError
 from composable.memory.streams import Streams

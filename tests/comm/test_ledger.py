@@ -19,19 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.comm import (
-    Comm,
-    GenericComm,
-    Ledger,
-    PointToPointComm,
-    comm_of,
-    debug_enabled,
-    ledger,
-    ledger_of,
-    world_group,
-)
-from composable.comm.base import compare_launches
+from composable.comm import ledger
+from composable.comm.backends import GenericComm, PointToPointComm, comm_of, world_group
+from composable.comm.base import Comm, compare_launches
 from composable.comm.launch import Launch
+from composable.comm.ledger import Ledger, debug_enabled, ledger_of
 from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers.world import Pool, spmd
 

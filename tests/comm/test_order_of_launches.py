@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from composable import fully_shard
-from composable.comm import comm_of, ledger, world_group
+from composable.comm import ledger
+from composable.comm.backends import comm_of, world_group
 from composable.comm.launch import Launch
 from composable.comm.ledger import Ledger, SharedLaunches, ledger_of
 from tests.helpers.world import TIMEOUT, Pool, RanksFailed, current_device, spmd

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, no_sync, replicate
-from composable.comm import Comm, SuppliedComm, Work, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm, Work
 from composable.comm.launch import Launch
+from composable.comm.supplied import SuppliedComm
 from composable.config import CPUOffloadPolicy
 from composable.errors import AnnotationError
 from tests.comm.in_process import seats

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.comm import LocalComm, MeshInfo, Traits
+from composable.comm.backends import LocalComm
+from composable.comm.base import Traits
+from composable.comm.mesh_info import MeshInfo
 from composable.contract.tree import Place
 from composable.engine.gradients.grad_bucket import GradBucket, SyncMode
 from composable.engine.params.layout import ParamShape

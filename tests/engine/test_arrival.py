@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composable import fully_shard, replicate
-from composable.comm import LocalComm, MeshInfo, ledger_of
+from composable.comm.backends import LocalComm
+from composable.comm.ledger import ledger_of
+from composable.comm.mesh_info import MeshInfo
 from composable.contract.tree import Place
 from composable.engine.edits.loading import StateDictHooks
 from composable.engine.gradients.agreed import Agreed

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from composable.comm import MeshInfo, Traits
+from composable.comm.base import Traits
+from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.grad_bucket import SyncMode
 from composable.engine.gradients.reduction import MessageRow, ReductionState
 from composable.engine.params.layout import ParamShape

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from composable import fully_shard
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from composable.errors import AnnotationError
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import Pool, current_device, need_devices

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable.comm import Traits
+from composable.comm.base import Traits
 from composable.engine.params.layout import ParamShape
 from composable.engine.params.param import cut
 from composable.engine.params.param_group import ABSENT, ShardedState

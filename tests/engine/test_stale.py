@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, keep_unsharded, reshard, unshard
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.logged import logged
 from tests.helpers.world import Pool, current_device, need_devices, spmd

@@ -27,7 +27,7 @@ from composable import (
     no_sync,
     remove,
 )
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from composable.comm.launch import Launch
 from composable.engine.params.param_group import ShardedState
 from composable.tensors import cloned

@@ -18,14 +18,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from composable import seams
-from composable.comm import (
-    Launch,
-    LaunchKind,
-    is_distributed,
-    observe_launches,
-    reduce_numbers,
-    world_group,
-)
+from composable.comm import observe_launches
+from composable.comm.backends import is_distributed, reduce_numbers, world_group
+from composable.comm.launch import Launch, LaunchKind
 
 
 class GradientNorms(seams.Observer):

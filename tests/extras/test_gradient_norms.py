@@ -23,7 +23,10 @@ from composable import (
     seams,
     step_on_shards,
 )
-from composable.comm import Launch, base, ledger_of, observe_launches, world_group
+from composable.comm import base, observe_launches
+from composable.comm.backends import world_group
+from composable.comm.launch import Launch
+from composable.comm.ledger import ledger_of
 from tests.extras.gradient_norms import GradientNorms
 from tests.helpers.world import current_device, spmd
 

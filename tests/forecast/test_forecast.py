@@ -47,7 +47,8 @@ from composable import (
     replicate,
     step_on_matrices,
 )
-from composable.comm import Comm, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm
 from composable.comm.launch import Launch
 from composable.errors import ForecastError
 from composable.extras.forecast import devices

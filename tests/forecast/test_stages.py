@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from composable import checkpoint, fully_shard, replicate
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from composable.errors import ForecastError
 from composable.forecast import Pipeline, forecast_stages
 from examples.demo.memory import measure_step

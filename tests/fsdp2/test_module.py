@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 import composable
 from composable import no_sync, reduce_gradients, remove, replicate
 from composable import summon_full_params as whole
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from composable.engine.params.param_group import ShardedState
 from composable.errors import (
     AnnotationError,

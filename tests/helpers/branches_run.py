@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from composable import checkpoint, fully_shard, no_sync, reduce_gradients, replicate
-from composable.comm import Comm, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm
 from tests.extensions.rows import Emulated, Rows
 from tests.helpers import events
 from tests.helpers.branches import ROWS, SKIP, WIDTH, WORDS, Op, Part, Plan, RootOf, Unit, plan_of

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.comm import AcceleratorComm, Comm, GenericComm, LocalComm, PointToPointComm, Work
+from composable.comm.backends import AcceleratorComm, GenericComm, LocalComm, PointToPointComm
+from composable.comm.base import Comm, Work
 from composable.comm.launch import Launch
 from composable.memory.streams import Streams
 

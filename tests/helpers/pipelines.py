@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 
 import composable
 from composable import fsdp2
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from composable.fsdp2 import installation
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import full

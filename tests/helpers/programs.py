@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import checkpoint, fully_shard, no_sync, reduce_gradients, replicate
-from composable.comm import Comm, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm
 from tests.helpers import events
 from tests.helpers.communicators import Delayed, Log, Recording, all_ordered
 from tests.helpers.compare import averaged_gradients, full_gradients

@@ -33,7 +33,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _collective_utils, _redistribute, debug
 from torch.utils._pytree import tree_map_only
 
-from composable.comm import comms_wrapped_by, ledger
+from composable.comm import ledger
+from composable.comm.backends import comms_wrapped_by
 from tests.accelerator import sim, watch
 from tests.helpers.communicators import all_accelerators
 from tests.helpers.meshes import forget_shared_meshes

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from composable import checkpoint, clip_grad_norm_, fully_shard, no_sync
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import spmd
 from tests.meshes.programs import PROGRAMS, Hybrid, Program

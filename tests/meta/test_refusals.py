@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable.comm import comm_of, world_group
+from composable.comm.backends import comm_of, world_group
 from composable.comm.launch import Launch
 from composable.errors import MeshError, PhaseError
 from tests.helpers.world import Pool

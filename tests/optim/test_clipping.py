@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from composable import clip_grad_norm_, fully_shard, replicate
-from composable.comm import Comm, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm
 from composable.comm.launch import Launch
 from tests.helpers.communicators import Around
 from tests.helpers.refusals import refusal

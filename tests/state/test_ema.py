@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from composable import EMA, full_state_dict, fully_shard, replicate
-from composable.comm import ledger_of
+from composable.comm.ledger import ledger_of
 from composable.errors import ForeignParameterError
 from composable.extras.averaging import ema as ema_file
 from composable.seams import Observer, observe

@@ -36,7 +36,7 @@ from composable import (
     replicate,
 )
 from composable.api.checks import refuse_dtensor_offload
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from composable.contract.tree import managed_parameters
 from composable.errors import AnnotationError
 from composable.optim.shard_steps import step_on_shards

@@ -30,7 +30,7 @@ from composable import (
     stream_full,
     summon_full_params,
 )
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import (

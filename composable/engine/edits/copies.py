@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from composable.contract.contract import drop_attribute, module_name, registry, remove
 from composable.contract.tree import states_below
+from composable.engine.edits.annotations import choose_rest
 from composable.engine.edits.loading import refuse_pickling
-from composable.engine.edits.tree import choose_rest
 from composable.engine.params.param import (
     STEPPED_BY,
     ManagedParam,

@@ -252,9 +252,13 @@ class GradBucket:
         | HOLD_SHARDS | the first stage; its sums wait | as REDUCE      | as HOLD        |
         | HOLD        | this rank's gradients wait     | likewise       | likewise       |
 
-        A reduction takes what waits with it: gradients that are in no sum yet are added to those of
-        this backward; sums of the first stage are `carried` to the second one, and wait on if there
-        is none.
+        What happens to what waits (`accumulated`), with the gradients of this backward:
+
+        | mode | gradients that wait whole | sums of the first stage that wait |
+        |---|---|---|
+        | REDUCE | are added to those of this backward | are `carried` to the second stage |
+        | HOLD | those of this backward are added to them | wait on |
+        | HOLD_SHARDS | are added to those of this backward | the new sum is added to them |
 
         Args:
             absent: in place, indices of parameters that this backward brought no gradient for.
@@ -269,7 +273,7 @@ class GradBucket:
         if mode is SyncMode.HOLD_SHARDS and reducer.shard_comm is None:
             mode = SyncMode.HOLD
         if mode is SyncMode.HOLD:
-            waiting.begin(self.trainable)
+            waiting.note_backward(self.trainable)
             if not self.in_place:  # there autograd has added them
                 waiting.add(self._take(), self.trainable)
             return
@@ -287,7 +291,7 @@ class GradBucket:
                 gradients, carried = waiting.take(gradients)
         if shards_only:
             carried = ()  # what is reduced over the shard dimension stays, and this is added to it
-            waiting.begin(self.trainable)
+            waiting.note_backward(self.trainable)
         else:
             for index, _ in carried:
                 self.at_rest[index].grad = None
@@ -516,7 +520,7 @@ class Accumulated:
 
     # --- gradients come --------------------------------------------------------------------------
 
-    def begin(self, trainable: Sequence[bool]) -> None:
+    def note_backward(self, trainable: Sequence[bool]) -> None:
         """A backward, in which these parameters train, leaves gradients here."""
         self.backwards += 1
         self.wanted = tuple(map(or_, self.wanted or trainable, trainable))

@@ -139,8 +139,10 @@ class UnitGradients:
     def build(
         self, spec: GradientSpec, params: Sequence[ManagedParam], groups: Sequence[ParamGroup]
     ) -> None:
-        """(Re)build buckets around the tensors that are registered now. What waits in the former
-        ones waits on.
+        """(Re)build buckets around the tensors that are registered now.
+
+        What waits in the former buckets waits on: in the new ones, or, of the kind ARRIVAL, in the
+        former ones until `Buckets` has made others and calls `arrive_in`.
         """
         former, sparse = [*self.buckets, *self._arrive_in], self.sparse
         self.clear()
@@ -153,7 +155,6 @@ class UnitGradients:
             each.rename(self.name)
             each.resume(sparse)
         self._exchange(former, self.buckets)
-        # The next ones of `Buckets` come later, and take over from these.
         self._arrive_in = former if spec.kind is UnitKind.ARRIVAL else ()
 
     def arrive_in(self, buckets: Sequence[GradBucket]) -> None:

@@ -15,7 +15,7 @@ object where nothing is sharded or cast, and gradients are reduced in their own 
 | ... with another reduce dtype   | as above                 | `nn.Parameter` over the same memory |
 
 `ParamForm` says what a parameter is: a plain tensor, or one that its user has distributed over
-ranks (`features/forms.py`). The annotation picks the form, and nothing else asks for it. A
+ranks (`features/param_forms.py`). The annotation picks the form, and nothing else asks for it. A
 unit shards, gathers and reduces one *local* tensor of each parameter. For a plain parameter this
 is the whole parameter; for a distributed one it is this rank's part. The form converts between the
 local tensor and what users and modules see. How a parameter is stored at rest is decided by its
@@ -278,17 +278,21 @@ def _of_users(table: T) -> T | OrderedDict[int, Any]:
     return table.of_users if isinstance(table, DeferredHooks) else table
 
 
-def move_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
-    """`target` has the hooks of `source`, and `source` none. What removes a hook knows its table,
-    so the tables move.
+def share_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """`target` has the hooks of `source`, too. What removes a hook knows its table, so both have
+    the same tables.
     """
-    tensor_hooks, after = gradient_hooks(source), _of_users(hooks_after_accumulation(source))
+    if tensor_hooks := gradient_hooks(source):
+        target._backward_hooks = tensor_hooks
+    if after := _of_users(hooks_after_accumulation(source)):
+        target._post_accumulate_grad_hooks = after
+
+
+def move_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """The same, and `source` has none any more."""
+    share_hooks(source, target)
     source._backward_hooks = None
     source._post_accumulate_grad_hooks = OrderedDict()  # None would leave the hooks in C++
-    if tensor_hooks:
-        target._backward_hooks = tensor_hooks
-    if after:
-        target._post_accumulate_grad_hooks = after
 
 
 def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:

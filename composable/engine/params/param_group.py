@@ -81,6 +81,7 @@ from composable.engine.params.param import (
     replacement_of,
     set_label,
     shape_and_strides,
+    share_hooks,
 )
 from composable.engine.params.precision import Precision
 from composable.errors import ForeignParameterError, few
@@ -498,23 +499,25 @@ class ParamGroup(ABC):
         computes = [param.compute for param in self.params]
         # Autograd may have saved a `DTensor`, or its local tensor.
         dtensors = [index for index in coming if isinstance(computes[index], DTensor)]
-        self._counters = (
+        self._compute_counters = (
             *[computes[index] for index in coming],
             *locals_of([computes[index] for index in dtensors]),
         )
         self._numbers = (*coming, *dtensors)  # of which parameter each counter is
-        self._versions = tuple(map(version_of, self._counters))
-        self._absent = (ABSENT,) * len(self._counters)
+        self._compute_versions = tuple(map(version_of, self._compute_counters))
+        self._absent = (ABSENT,) * len(self._compute_counters)
         apart = any(param.compute is not param.at_rest for param in self.params)
-        self._counted = (*[param.at_rest for param in self.params], *self._memory) if apart else ()
-        self._seen = self._versions_now()
+        self._rest_counters = (
+            (*[param.at_rest for param in self.params], *self._memory) if apart else ()
+        )
+        self._rest_versions = self._rest_versions_now()
         self._regather = False  # writes were noted, and the gather is to be repeated
         self._loads = False  # see `expect_load`
         locals_ = locals_of([param.at_rest for param in self.params])
         self._addresses = [local.data_ptr() for local in locals_]
         # of DTensors, which `model.to()` exchanges; weak, for that is to free memory
         self._locals = list(map(ref, self._local_tensors()))
-        set_versions(self._counters, self._absent)
+        set_versions(self._compute_counters, self._absent)
 
     def _aliased(self, slot: Slot) -> bool:
         """Whether a parameter's compute form is the memory of its at-rest form, though the group
@@ -578,19 +581,19 @@ class ParamGroup(ABC):
 
     # --- unshard and reshard ---------------------------------------------------------------------
 
-    def _versions_now(self) -> list[int]:
+    def _rest_versions_now(self) -> list[int]:
         with as_tensors():
-            return list(map(version_of, self._counted))
+            return list(map(version_of, self._rest_counters))
 
     @property
     def is_stale(self) -> bool:
         """Whether at-rest parameters were written to since they were gathered."""
-        return self._regather or self._seen != self._versions_now()
+        return self._regather or self._rest_versions != self._rest_versions_now()
 
     def note_written(self) -> None:
         """All ranks have written to at-rest parameters; no version counter need show it."""
-        if self._counted:
-            self._note(self._versions_now(), by_all=True)
+        if self._rest_counters:
+            self._note(self._rest_versions_now(), by_all=True)
 
     def _note(self, now: list[int], *, by_all: bool = False) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to.
@@ -609,8 +612,8 @@ class ParamGroup(ABC):
         the memory does not move that of a `DTensor`.
         """
         number = len(self.params)
-        changed = list(map(ne, self._seen, now))
-        self._seen = now
+        changed = list(map(ne, self._rest_versions, now))
+        self._rest_versions = now
         at_rest, memory = changed[:number], changed[number:] * (number // len(self._memory))
         again = self._regather or by_all or self._loads or any(at_rest)
         self._regather = again and self.gathers
@@ -619,8 +622,8 @@ class ParamGroup(ABC):
         written = list(map(or_, at_rest, memory))
         moved = list(map(written.__getitem__, self._numbers))
         if self.state is ShardedState.UNSHARDED:
-            increment_version(list(compress(self._counters, moved)))
-        self._versions = tuple(map(add, self._versions, moved))
+            increment_version(list(compress(self._compute_counters, moved)))
+        self._compute_versions = tuple(map(add, self._compute_versions, moved))
         if not any(self._stays):
             return
         behind = [
@@ -632,7 +635,7 @@ class ParamGroup(ABC):
         ]
         if behind:
             increment_version(behind)
-            self._seen = self._versions_now()
+            self._rest_versions = self._rest_versions_now()
 
     def _warn(self, text: str, params: Iterable[ManagedParam]) -> None:
         """Tell of writes to these parameters, once per group."""
@@ -644,7 +647,9 @@ class ParamGroup(ABC):
     def expect_load(self) -> None:
         """A state dict is made: all ranks may load a checkpoint into its tensors."""
         if self.state is not ShardedState.SHARDED and not self._loads:  # each module asks
-            if (now := self._versions_now()) != self._seen:  # earlier writes were no load
+            if (
+                now := self._rest_versions_now()
+            ) != self._rest_versions:  # earlier writes were no load
                 self._note(now)
             self._loads = True
 
@@ -652,10 +657,10 @@ class ParamGroup(ABC):
         """Launch the all-gather, unless the parameters are there or on their way, and were not
         written to since. Returns whether it did.
         """
-        if self._counted:
+        if self._rest_counters:
             with as_tensors():
-                now = list(map(version_of, self._counted))
-            if now != self._seen:
+                now = list(map(version_of, self._rest_counters))
+            if now != self._rest_versions:
                 self._note(now)
         if self._source is None:
             return False
@@ -679,7 +684,7 @@ class ParamGroup(ABC):
         self._wait()
         assert self._source is not None
         self._source.land()
-        set_versions(self._counters, self._versions)
+        set_versions(self._compute_counters, self._compute_versions)
         self.state = ShardedState.UNSHARDED
 
     def _wait(self) -> None:
@@ -704,7 +709,7 @@ class ParamGroup(ABC):
     def _free(self) -> None:
         assert self.gather is not None
         self._loads = False
-        set_versions(self._counters, self._absent)
+        set_versions(self._compute_counters, self._absent)
         self.gather.free()
         self._source = self.gather
         if self._near is not None:
@@ -717,11 +722,11 @@ class ParamGroup(ABC):
         Only warn: some writes change nothing (PEFT's parametrizations `set_` a parameter to
         itself).
         """
-        now = tuple(map(version_of, self._counters))
-        if now == self._versions:
+        now = tuple(map(version_of, self._compute_counters))
+        if now == self._compute_versions:
             return
-        numbers = compress(self._numbers, map(ne, self._versions, now))
-        self._versions = now
+        numbers = compress(self._numbers, map(ne, self._compute_versions, now))
+        self._compute_versions = now
         written = [
             param
             for param in [self.params[index] for index in sorted({*numbers})]
@@ -743,7 +748,7 @@ class ParamGroup(ABC):
             return
         self._look_for_writes()
         near.keep()
-        set_versions(self._counters, self._absent)
+        set_versions(self._compute_counters, self._absent)
         self._source = near
         self.state = ShardedState.SHARDED_POST_FORWARD
 
@@ -804,7 +809,8 @@ class ShardedGroup(ParamGroup):
         placements = [*form.kept, *_shard_placements(slot, info.mesh, info.shard_dim)]
         size = form.size_of(*shape_and_strides(slot))
         at_rest = replacement_of(registered, wrap(self._local(slot), mesh, placements, *size))
-        move_hooks(registered, at_rest)
+        # If the annotation is refused, `registered` is what the user has again, unchanged.
+        share_hooks(registered, at_rest)
         return at_rest
 
     @override

@@ -1,7 +1,7 @@
 """The driver of a rank that does not compute some units, but takes part in their collectives.
 
 All ranks of a model launch the same collectives in the same order. Which ones a step launches is
-decided where a forward or a backward enters or leaves a unit (`root.py`, `order.py`,
+decided where a forward or a backward enters or leaves a unit (`root.py`, `gather_order.py`,
 `post_backward.py`). A rank that does not compute a unit makes the same visits: it gathers, reduces
 and reshards.
 

@@ -35,7 +35,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.comm import Comm, is_distributed
+from composable.comm.backends import is_distributed
+from composable.comm.base import Comm
 from composable.comm.launch import Launch
 from composable.contract.hooks import hooks_attached
 from composable.contract.tree import Place, registered_parameters

@@ -1,6 +1,6 @@
 """The phases of one step: which units are entered and left, and freed when. What is gathered ahead
-is in `order.py`, what is reduced when in `post_backward.py`; docs/tour.md follows a step line by
-line.
+is in `gather_order.py`, what is reduced when in `post_backward.py`; docs/tour.md follows a step
+line by line.
 
 In this file: what belongs to one step (`Step`, `Iteration`), the end of a backward (`BackwardEnd`),
 `Root` (forward, backward, a lost step), which root a call has (`root_for_call`, `plan_root`), and
@@ -12,7 +12,7 @@ State machine of a `Root`; what may change its phase is in this file, and the ph
 | phase    | a forward begins  | a backward begins | what runs ends   | what runs raises | `reset` |
 |----------|-------------------|-------------------|------------------|------------------|---------|
 | IDLE     | FORWARD           | BACKWARD          | -                | -                | -       |
-| FORWARD  | -         | BACKWARD | WAITING, or idle if nothing waits | IDLE             | IDLE    |
+| FORWARD  | -         | BACKWARD | WAITING, or IDLE if nothing waits | IDLE             | IDLE    |
 | WAITING  | FORWARD           | BACKWARD          | -                | -                | IDLE    |
 | BACKWARD | FORWARD, by reset | -    | IDLE, or on with what is open | LOST             | IDLE    |
 | LOST     | FORWARD, by reset | refused           | -                | -                | IDLE    |
@@ -69,8 +69,8 @@ from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.gradients.unit_gradients import UnitKind
 from composable.engine.params.param import ManagedParam
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
+from composable.engine.step.gather_order import CLOCK, REMEMBERED, Forward, GatherOrder
 from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer, notify
-from composable.engine.step.order import CLOCK, REMEMBERED, Forward, GatherOrder
 from composable.engine.step.prepare import Preparation, broadcast_buffers, is_called, modules_inside
 from composable.engine.step.unit import Need, Unit, UnitCall, rename_below, unit_of, units_below
 from composable.errors import CommunicationError, DifferentiationError, PhaseError, first_line
@@ -353,7 +353,8 @@ class Root:
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins.
 
-        1. Reductions without a backward land.
+        1. Reductions without a backward land. Roots of shared units give up a backward that has
+           raised: this forward may not call their modules, and its backward opens them.
         2. What earlier steps kept for a backward is given up, if none is to come to it.
         3. Modules hold at-rest parameters, since 4. looks at what is registered.
         4. What users did to parameters is adopted or refused.
@@ -367,6 +368,8 @@ class Root:
            asked whether it will reduce.
         """
         land_held([self])
+        for root in roots_of(self.shared) if not in_backward() else ():
+            root.give_up_backward()
         grad = torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
         self._give_up_kept(grad=grad)

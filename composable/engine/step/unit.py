@@ -6,8 +6,8 @@ gradients are reduced (`Buckets`).
 
 In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`),
 and `Unit`: construction, which parameters modules hold, unshard and reshard, what a step does to
-it, gradients. It is passive: `visit.py`, `root.py` and `order.py` say what happens in a step, and
-`engine/edits/` between steps (state dicts, removal, copies, rest on the host).
+it, gradients. It is passive: `visit.py`, `root.py` and `gather_order.py` say what happens in a
+step, and `engine/edits/` between steps (state dicts, removal, copies, rest on the host).
 
 Why parameters stay gathered (`must_stay`), and why modules hold compute parameters
 (`hold_at_rest`):
@@ -339,7 +339,9 @@ class Unit:
         self.modules = spec.modules
         self.mesh_info = spec.mesh_info
         self.params = list(map(ManagedParam, spec.params) if params is None else params)
-        self.kind = without_shards(spec.mesh_info)  # `change_kind` looks for shards around it
+        self.kind = without_shards(
+            spec.mesh_info
+        )  # `choose_rest` in `edits/annotations.py` looks for shards around it
         if spec.verb == SHARD and spec.mesh_info.mesh is not None:
             self.kind = UnitKind.SHARDED
         self._buffers = (BufferCasts(spec.buffer_holders),) if spec.buffer_holders else ()
@@ -680,7 +682,7 @@ class Unit:
             for group in self.groups:
                 group.put_back()
 
-    # --- a step (`visit.py`, `root.py` and `order.py` say what happens) --------------------------
+    # --- a step (`visit.py`, `root.py` and `gather_order.py` say what happens) -------------------
 
     def push_call(self, call: UnitCall) -> None:
         """The unit is gathered, and the module computes."""

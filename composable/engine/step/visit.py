@@ -314,6 +314,17 @@ def watch(
 ) -> Watched:
     """Call `entry` before backward goes through `output`.
 
+    | a tensor in the output | has a node | what becomes of it |
+    |---|---|---|
+    | was computed in this call (`made_since`) | yes | `entry` is a hook of its node |
+    | is, or views, a compute parameter (`aliases`) | maybe | a hook of the node, or of the tensor |
+    | was an input, and is returned unchanged | maybe | no hook: it belongs to another call |
+    | needs no gradient | no | no hook |
+    | in an object that is no container of tensors | - | not seen; its class is in `opaque` |
+
+    If no tensor got a hook, but an input was returned in a call that is `counted`, a view with a
+    node of its own takes the input's place. With `anchors`, so does a sum with zero for a constant.
+
     Args:
         since: the number of autograd's next node when the call began.
         aliases: whether a tensor lies in the memory of a compute parameter.

@@ -40,9 +40,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable import OptimizerInBackward
 from composable.checked import Fraction, NonNegativeInt, PositiveInt, checked
-from composable.comm import Comm, MeshInfo, comm_of, ranks_of, subgroup_of
-from composable.comm.base import DONE, Work, cut_flat
+from composable.comm.backends import comm_of, ranks_of, subgroup_of
+from composable.comm.base import DONE, Comm, Work, cut_flat
 from composable.comm.launch import Launch
+from composable.comm.mesh_info import MeshInfo
 from composable.compilation import untraced, unwrapped
 from composable.contract.tree import managed_buffers
 from composable.contract.values import TorchOptimizer

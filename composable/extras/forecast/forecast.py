@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from composable.checked import PositiveInt, Takes, checked
-from composable.comm import Comm, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm
 from composable.contract.contract import registry
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device, amount, device_of, milliseconds

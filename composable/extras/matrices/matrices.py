@@ -34,7 +34,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from composable.comm import Comm, Work, comm_of, group_of_all
+from composable.comm.backends import comm_of, group_of_all
+from composable.comm.base import Comm, Work
 from composable.comm.launch import Launch
 from composable.comm.mesh_info import communication_device
 from composable.errors import OptimizerError

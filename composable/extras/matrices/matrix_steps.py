@@ -31,7 +31,8 @@ from typing_extensions import override
 
 from composable import step_on_shards
 from composable.checked import checked
-from composable.comm import Comm, ranks_of
+from composable.comm.backends import ranks_of
+from composable.comm.base import Comm
 from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.values import parameters_of

@@ -43,7 +43,7 @@ from typing_extensions import override
 
 from composable import clip_grad_norm_
 from composable.checked import checked
-from composable.comm import is_distributed, notification_sum, ranks_of
+from composable.comm.backends import is_distributed, notification_sum, ranks_of
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
 from composable.contract.values import parameters_of

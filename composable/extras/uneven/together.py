@@ -36,8 +36,7 @@ from typing_extensions import override
 
 from composable import reset
 from composable.checked import PositiveInt, checked
-from composable.comm import Comm
-from composable.comm.base import Columns, compare_launches, observe_launches
+from composable.comm.base import Columns, Comm, compare_launches, observe_launches
 from composable.comm.launch import Launch, LaunchKind
 from composable.comm.supplied import SuppliedComm
 from composable.compilation import unwrapped

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable.comm import Comm, ranks_of
+from composable.comm.backends import ranks_of
+from composable.comm.base import Comm
 from composable.comm.launch import Launch
 from composable.contract.tree import managed_buffers
 from composable.errors import few

@@ -37,7 +37,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from composable.checked import NonNegativeInt, PositiveInt
-from composable.comm import is_distributed
+from composable.comm.backends import is_distributed
 from composable.comm.base import Columns, GroupComm, observe_launches
 from composable.comm.launch import Launch, LaunchKind
 from composable.compilation import backward_will_be_compiled, untraced, unwrapped

@@ -82,6 +82,8 @@ def test_what_is_held_is_refused_by_name(scheme: str, parameter: str, unit: str)
             refusal(optimizer.step)
             == f"OptimizerError: SGD.step: the gradient of {parameter} {_ALONE}"
         )
+        with torch.inference_mode():  # where steps are not on shards
+            assert "is this rank's alone" in refusal(optimizer.step)
         step_on_shards(optimizer)
     assert (
         refusal(lambda: clip_grad_norm_(model, 1.0))

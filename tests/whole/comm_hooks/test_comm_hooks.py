@@ -38,7 +38,7 @@ from composable import (
     remove,
     replicate,
 )
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from tests.helpers.compare import full_gradients, sgd
 from tests.helpers.hooked_models import (
     BOTH,

@@ -34,7 +34,7 @@ from composable import (
     summon_full_params,
     unshard,
 )
-from composable.comm import ledger_of
+from composable.comm.ledger import ledger_of
 from composable.errors import AnnotationError
 from tests.extensions.rows import Rows
 from tests.helpers.battery import BATTERY

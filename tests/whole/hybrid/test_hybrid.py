@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable import checkpoint, fully_shard, replicate
-from composable.comm import Comm, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.communicators import LastMoment, Log, Recording, Slow, all_ordered
 from tests.helpers.compare import assert_mean_gradients, assert_same_training

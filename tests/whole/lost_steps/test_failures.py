@@ -29,7 +29,8 @@ from composable import (
     reset,
     unshard,
 )
-from composable.comm import Work, ledger
+from composable.comm import ledger
+from composable.comm.base import Work
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.params.param_group import Gather, ShardedState
 from composable.engine.step.unit import units_below

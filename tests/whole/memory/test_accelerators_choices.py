@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from composable import fully_shard
-from composable.comm import Comm, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm
 from composable.engine.params.layout import Route
 from tests.helpers.battery import BATTERY
 from tests.helpers.communicators import Around, all_accelerators

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from composable import checkpoint, describe, fully_shard, keep_unsharded, remove, unshard
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import assert_mean_gradients, full
 from tests.helpers.world import spmd

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from composable import MixedPrecisionPolicy, fully_shard
-from composable.comm import Comm, Work, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm, Work
 from composable.comm.launch import Launch
 from tests.helpers.communicators import Around, Pairs, all_accelerators
 from tests.helpers.world import Pool

@@ -13,7 +13,8 @@ import pytest
 from torch import nn
 
 from composable import fully_shard
-from composable.comm import Comm, Work, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm, Work
 from composable.comm.launch import Launch
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.communicators import Impatient, LastMoment, Pairs, Slow, Waited, all_ordered

@@ -10,6 +10,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import composable
 from composable import fully_shard, replicate
@@ -122,12 +123,14 @@ def _in_scopes(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
 @spmd(ranks=2)
 def test_nothing_keeps_a_model_that_was_dropped(verb: composable.Verb[..., Any]) -> None:
     for use in (_watched, _averaged, _on_matrices, _on_the_host, _in_scopes):
-        model = _layers(2)
-        verb(model)
+        model, mesh = _layers(2), init_device_mesh(current_device().type, (2,))
+        verb(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         _train(model)
         held = use(model, optimizer)
         dead = [ref(model), ref(verb.state(model)), ref(next(model.parameters())), ref(optimizer)]
-        del model, optimizer, held
+        if use is not _in_scopes:  # what gathers a DTensor: torch's caches keep its mesh
+            dead.append(ref(mesh))  # which holds its process groups
+        del model, mesh, optimizer, held
         gc.collect()
         assert [to() for to in dead] == [None] * len(dead), use.__name__

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from composable import fully_shard
 from composable.api import mesh as meshes
-from composable.comm import AcceleratorComm, world_group
+from composable.comm.backends import AcceleratorComm, world_group
 from composable.comm.launch import Launch
 from composable.memory.streams import Streams
 from tests.helpers.logged import logged

@@ -25,7 +25,7 @@ from composable import (
     reshard,
     unshard,
 )
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, keep_unsharded, no_sync, replicate, unshard
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from composable.engine.params.param_group import ShardedState
 from composable.engine.step.unit import units_below
 from composable.traversal import get_handles

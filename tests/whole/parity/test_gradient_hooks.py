@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import checkpoint, fully_shard, no_sync, reduce_gradients, remove, replicate
+from composable import (
+    checkpoint,
+    contract,
+    fully_shard,
+    no_sync,
+    reduce_gradients,
+    remove,
+    replicate,
+)
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 
@@ -107,6 +115,12 @@ def test_hooks_of_both_kinds_are_called_once_after_the_reduction_in_every_compos
                     torch.testing.assert_close(full(seen[0]), parameter.grad)
 
 
+@contract()
+def _shard_in_vain(module: nn.Module) -> None:
+    fully_shard(module)
+    raise MemoryError
+
+
 @spmd(ranks=[2, 4])
 def test_hooks_go_with_parameters_that_are_sharded_and_with_those_that_come_back() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -117,6 +131,14 @@ def test_hooks_go_with_parameters_that_are_sharded_and_with_those_that_come_back
     model.weight.register_post_accumulate_grad_hook(
         lambda p: seen.append(("before", p.grad.clone()))
     )
+    with pytest.raises(MemoryError):
+        _shard_in_vain(model)
+    model(batches[rank]).square().sum().backward()
+    (_, whole), *_ = seen
+    assert model.weight.grad is not None
+    assert torch.equal(whole, model.weight.grad)
+    seen.clear()
+    model.zero_grad()
     fully_shard(model, sync_module_states="broadcast")
     plain.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
     (sum(plain(x).square().sum() for x in batches) / size).backward()  # type: ignore[union-attr]

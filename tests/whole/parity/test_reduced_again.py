@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composable import fully_shard
-from composable.comm import Comm, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm
 from tests.helpers.communicators import Log, Recording, all_accelerators
 from tests.helpers.compare import full_gradients
 from tests.helpers.world import Pool, current_device, need_devices

@@ -39,9 +39,10 @@ class Model(nn.Module):
     def __init__(self, encoder: Encoder, width: int) -> None:
         super().__init__()
         self.encoder, self.head = encoder, nn.Linear(7, width)
+        self.skips = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x))  # type: ignore[no-any-return]
+        return self.head(x.new_ones(len(x), 7) if self.skips else self.encoder(x))  # type: ignore[no-any-return]
 
 
 class Models:
@@ -166,9 +167,22 @@ def _after_a_lost_step(m: Models, i: int) -> None:
     _joint(m, i)
 
 
+def _after_a_lost_backward_without_the_encoder(m: Models, i: int) -> None:
+    if not m.plain:
+        handle = m.actor.head.register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            m.run(m.of(m.actor, i))
+        handle.remove()
+    m.actor.skips = m.critic.skips = True
+    m.run(m.of(m.critic if i % 2 else m.actor, i))
+    m.actor.skips = m.critic.skips = False
+    m.run(m.of(m.actor, i + 1))
+
+
 PROGRAMS: Final = (
     _constant_by_rank, _joint, _apart, _in_turns, _forwards_first, _twice_the_same, _one_only,
     _with_the_encoder_alone, _evaluated_between, _accumulated, _after_a_lost_step,
+    _after_a_lost_backward_without_the_encoder,
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import checkpoint, fully_shard, no_sync, replicate
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import all_full, assert_mean_gradients
 from tests.helpers.world import Pool, spmd

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
-from composable.comm import Comm, comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
+from composable.comm.base import Comm
 from tests.helpers.communicators import Log, Recording, all_ordered
 from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.means import WIDTH, batch_of, copies

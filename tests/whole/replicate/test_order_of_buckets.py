@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 import torch.distributed as dist
 
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from composable.comm.launch import Launch
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import assert_mean_gradients

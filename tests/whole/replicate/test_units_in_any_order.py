@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from composable import fully_shard, replicate
-from composable.comm import comms_wrapped_by
+from composable.comm.backends import comms_wrapped_by
 from tests.helpers.communicators import all_accelerators, all_ordered
 from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.means import WIDTH, copies

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 
 from composable import fully_shard, replicate
-from composable.comm import AcceleratorComm, Comm, comms_wrapped_by
+from composable.comm.backends import AcceleratorComm, comms_wrapped_by
+from composable.comm.base import Comm
 from composable.memory.streams import Streams
 from tests.helpers.world import Pool
 

@@ -52,7 +52,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
-from composable.comm import Comm, comm_of
+from composable.comm.backends import comm_of
+from composable.comm.base import Comm
 from composable.engine.params.param import PLAIN, ParamForm
 from composable.tensors import is_packed as is_packed
 from composable.tensors import whole_of, wrap
@@ -154,7 +155,7 @@ class DTensorForm(ParamForm):
     @torch.no_grad()
     def unsharded(self, tensor: Tensor) -> Tensor:
         if self.owns(tensor) or not isinstance(tensor, DTensor):  # replicated parameters rest so
-            return local_tensor(tensor).clone()
+            return whole_of(local_tensor(tensor))
         # as if it were the same on all tensor-parallel ranks: along them nothing is sent
         like, placements = local_of(self.like), [*tensor.placements]
         placements[: self.ndim] = [Replicate()] * self.ndim
