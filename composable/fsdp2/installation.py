@@ -189,8 +189,10 @@ def _show_stages() -> None:
     know it. If it is, they call the methods of `FSDPModule` that accumulate or reduce gradients,
     and read `fully_shard.state`.
     """
-    names = [name for name in _PIPELINING if name in sys.modules]
-    exchange_in_modules(names, {id(torchs): ours for torchs, ours in _PAIRS})
+    for name in _PIPELINING:
+        # It is called in every forward, and looks at all attributes only once.
+        if getattr(sys.modules.get(name), "FSDPModule", FSDPModule) is not FSDPModule:
+            exchange_in_modules([name], {id(torchs): ours for torchs, ours in _PAIRS})
 
 
 ON_SPLIT.append(_show_stages)

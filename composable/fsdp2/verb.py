@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -24,6 +24,7 @@ from composable.contract.tree import SHARD, annotation_of
 from composable.engine.step.unit import Unit
 from composable.errors import NotAnnotatedError
 from composable.fsdp2.module import AUTOMATIC, FSDPModule, State, give_methods
+from composable.torch_private import FSDP2Module
 
 Target = TypeVar("Target", bound=nn.Module | Sequence[nn.Module])
 
@@ -142,7 +143,7 @@ def _default_mesh() -> DeviceMesh | None:
     return init_device_mesh(accelerator.type, (dist.get_world_size(),))
 
 
-_torchs_state: Final[Callable[[nn.Module], Any]] = fsdp.fully_shard.state  # type: ignore[attr-defined]
+_TORCHS: Final[Any] = fsdp.fully_shard  # whatever torch.distributed.fsdp holds later on
 
 
 def _state(module: nn.Module) -> Any:
@@ -150,8 +151,10 @@ def _state(module: nn.Module) -> Any:
 
     Of modules that torch's own `fully_shard` has annotated, the state is torch's.
     """
-    annotation = annotation_of(module)
-    return _torchs_state(module) if annotation is None else State(annotation.state)
+    if (annotation := annotation_of(module)) is not None:
+        return State(annotation.state)
+    # torch's function leaves an attribute on modules that have no state
+    return _TORCHS.state(module) if isinstance(module, FSDP2Module) else None
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]

@@ -81,9 +81,7 @@ class StandIn:
         stepping: makes the groups that it sees; None after the step.
     """
 
-    # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries.
-    # torch's code reads `state` for every parameter, so that it is no property.
-    __slots__ = ("optimizer", "state", "stepping")
+    __slots__ = ()  # those of the attributes are in each class that is made of this one
     optimizer: Optimizer
     state: Any
     stepping: Any
@@ -108,7 +106,11 @@ class StandIn:
 
 @cache
 def _stand_in_class(kind: Any) -> Any:
-    return type(kind.__name__, (StandIn, kind), {})
+    # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries.
+    # torch's code reads `state` for every parameter, so that it is no property. Python refuses two
+    # bases with slots, and `kind` may have some.
+    slots = ("optimizer", "state", "stepping")
+    return type(kind.__name__, (StandIn, kind), {"__slots__": slots})
 
 
 class Stepping(ABC):
@@ -457,8 +459,13 @@ class ShardStepping(Stepping):
 
     @override
     def _takes(self, optimizer: Optimizer) -> bool:
-        # Tensors that are made in inference mode have no version counter.
-        declines = torch.is_inference_mode_enabled() or Stepping.is_differentiable(optimizer)
+        # A hook after this object's, which another hook has just registered, would be handed the
+        # stand-in. Tensors that are made in inference mode have no version counter.
+        declines = (
+            next(reversed(step_hooks(optimizer)[0])) != self._before.id
+            or torch.is_inference_mode_enabled()
+            or Stepping.is_differentiable(optimizer)
+        )
         if declines:  # a step on shards looks at its gradients
             self._refuse_unreduced(optimizer, parameters_of(optimizer))
         return not (declines or torch.compiler.is_compiling())

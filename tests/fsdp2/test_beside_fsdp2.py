@@ -551,4 +551,7 @@ def test_the_state_that_pipelines_read_is_of_the_library_that_annotated() -> Non
     theirs: Any = _sharded(fsdp)
     assert of_both.state(theirs) is fsdp.fully_shard.state(theirs)  # type: ignore[attr-defined]
     assert len(of_both.state(_sharded(fsdp2)).all_states) == 3
-    assert of_both.state(nn.Linear(1, 1)) is None
+    plain = nn.Linear(1, 1)
+    attributes = {*vars(plain)}
+    assert of_both.state(plain) is None
+    assert {*vars(plain)} == attributes

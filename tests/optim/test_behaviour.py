@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable import fully_shard, remove, step_on_shards
 from composable.errors import OptimizerError
@@ -139,15 +140,20 @@ def test_hooks_and_closures() -> None:
         look("closure", (optimizer,))
         return train(copies.models[1], len(seen))
 
-    optimizer.register_step_pre_hook(lambda _, args, kwargs: look("before", args))
+    def hook(stepped: Optimizer, *_: Any) -> None:
+        """In the first step, after all hooks that were there before it."""
+        if stepped is optimizer and not seen:
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: look("before", args))
+
     optimizer.register_step_post_hook(lambda _, args, kwargs: look("after", args))
-    for _ in range(3):
-        number = len(seen) + 2  # what the closure will take it for
-        copies.optimizers[0].zero_grad()
-        expected = train(copies.models[0], number)
-        copies.optimizers[0].step()
-        assert torch.equal(expected, optimizer.step(closure))  # type: ignore[arg-type]
-        copies.check(f"step {number}")
+    with register_optimizer_step_pre_hook(hook):
+        for _ in range(3):
+            number = len(seen) + 2  # what the closure will take it for
+            copies.optimizers[0].zero_grad()
+            expected = train(copies.models[0], number)
+            copies.optimizers[0].step()
+            assert torch.equal(expected, optimizer.step(closure))  # type: ignore[arg-type]
+            copies.check(f"step {number}")
     assert seen == ["before", "closure", "after"] * 3
 
 
@@ -261,12 +267,18 @@ def test_gradients_are_released() -> None:
 class Named(optim.AdamW):
     """A subclass that steps like its base."""
 
+    __slots__ = ("note",)
+
 
 def test_a_subclass_that_steps_like_its_base_is_accepted() -> None:
-    optimizer = Named([nn.Parameter(torch.ones(2, 2))])
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = Named([parameter])
     step_on_shards(optimizer)
     step_on_shards(optimizer)  # twice is as good as once
     assert len(step_hooks(optimizer)[0]) == 1
+    parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert parameter.sum() < 4
 
 
 @spmd(ranks=2)
