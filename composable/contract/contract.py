@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, takewhile
+from threading import Lock
 from types import FrameType, FunctionType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import ref
@@ -323,6 +324,11 @@ _TABLES: Final = tuple(
 )
 _LISTS: Final = ("_flat_weights",)  # recurrent modules keep their parameters in a list, too
 
+# By verb that runs, in any thread: whether Python's garbage collector was enabled before. The
+# collector is the process's, so that the last verb to end does what the first one has found.
+_PAUSES: Final[list[bool]] = []
+_PAUSING: Final = Lock()
+
 
 @contextmanager
 def _outer_verb(target: Any) -> Iterator[None]:
@@ -331,14 +337,16 @@ def _outer_verb(target: Any) -> Iterator[None]:
     Nearly all objects that a verb makes live on. To look through them many times takes as long as
     to make them.
     """
-    collects = gc.isenabled()
-    gc.disable()
+    with _PAUSING:
+        _PAUSES.append(gc.isenabled())
+        gc.disable()
     try:
         with naming(target) if isinstance(target, nn.Module) else nullcontext():
             yield
     finally:
-        if collects:
-            gc.enable()
+        with _PAUSING:
+            if _PAUSES.pop():
+                gc.enable()
 
 
 def _snapshot(roots: Iterable[nn.Module]) -> Callable[[], None]:

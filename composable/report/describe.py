@@ -539,17 +539,18 @@ def _parameters_of(module: nn.Module, units: dict[Unit, str]) -> list[_Described
             units.setdefault(unit, unit.name)
     ignored = {id(place.registered) for unit in units for place in unit.spec.left_alone}
     # in scopes and calls modules hold something else than what rests
-    managed: dict[Place, _Described] = {}
+    managed: dict[Place | int, _Described] = {}
     for unit, name in units.items():
         slots = {param: (group, slot) for group in unit.groups for param, slot in group.members}
         for param in unit.params:
             of_group = slots.get(param, (None, None))
             each = _Described(param.at_rest, [], name, unit, param, *of_group)
-            managed |= dict.fromkeys(param.info.places, each)
+            # also where it was tied later, at another place
+            managed |= dict.fromkeys([*param.info.places, id(param.at_rest)], each)
     found: dict[int, _Described] = {}
     for place, parameter in registered:
         other = _Described(parameter, [], IGNORED if id(parameter) in ignored else NOT_ANNOTATED)
-        each = managed.get(place, other)
+        each = managed.get(place) or managed.get(id(parameter), other)
         found.setdefault(id(each.at_rest), each).names.append(place.fqn)
     return list(found.values())
 

@@ -248,3 +248,34 @@ def test_the_garbage_collector_pauses_while_a_verb_runs(collects: bool, fails: b
         assert gc.isenabled() is collects
     finally:
         (gc.enable if was else gc.disable)()
+
+
+def test_verbs_of_two_threads_leave_the_garbage_collector_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    inside, disables = threading.Event(), threading.Event()
+
+    @contract()
+    def wait(module):
+        inside.set()
+        assert disables.wait(60)
+
+    disable, first = gc.disable, threading.Thread(target=wait, args=(Block(),))
+
+    def disable_as_the_first_ends() -> None:
+        disables.set()
+        first.join(0.1)  # it cannot end, as long as the second one begins
+        disable()
+
+    was = gc.isenabled()
+    gc.enable()
+    try:
+        first.start()
+        assert inside.wait(60)
+        monkeypatch.setattr(gc, "disable", disable_as_the_first_ends)
+        mark(Block())
+        first.join()
+        assert gc.isenabled()
+    finally:
+        monkeypatch.undo()
+        (gc.enable if was else gc.disable)()

@@ -375,6 +375,12 @@ def test_a_part_of_a_model_has_the_unit_around_it() -> None:
     fully_shard(model, sync_module_states="broadcast")
     (row, _) = describe(model[0], by="parameter").rows
     assert (row.name, row.unit, row.annotation) == ("0.weight", "(root)", "fully_shard")
+    # also at a place outside of the unit, which got the parameter later
+    around = nn.Sequential(nn.Linear(4, 4, bias=False), model)
+    around[0].weight = model[1].weight
+    tied, *_ = describe(around, by="parameter").rows
+    assert (tied.name, tied.tied, tied.unit) == ("0.weight", ("1.1.weight",), "1")
+    assert [(row.unit, row.parameters) for row in describe(around).rows] == [("1", 4)]
 
 
 @spmd(ranks=2)
