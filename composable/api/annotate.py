@@ -418,7 +418,10 @@ def _note_meshes(verb: str, plan: UnitPlan) -> None:
 
 
 def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
-    """Hand the parameters to the engine, and let it run around the forwards of the modules."""
+    """Hand the parameters to the engine, and let it run around the forwards of the modules.
+
+    `contract` has made an empty `Unit`, the state of the verb; this fills it.
+    """
     name, unit = verb.__name__, verb.state(plan.modules[0])
     assert unit is not None, "the verb is running"
     mesh_info = _mesh_info(name, plan, plan.mesh_plan)

@@ -59,7 +59,7 @@ class Agreed:
             the unit with shards before that. None before the first backward that reduces; empty
             where ranks leave units in other orders, or nothing is replicated next to shards.
         untraced: why the compiler reduces no gradients any more; empty if it may.
-        last_backward: when it ended, on the clock of `order.CLOCK`; -1 before the first.
+        last_backward: when it ended, on the `CLOCK` of `gather_order.py`; -1 before the first.
         modes: for each pattern of units that trained in forwards with gradients, oldest first, how
             frozen units were last computed, by `Relations.number`. Backward must enter such a unit
             on all ranks or on none. All ranks have the same patterns, also where some skip units.

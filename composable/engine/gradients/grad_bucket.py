@@ -527,7 +527,7 @@ class Accumulated:
         self._mark(holds=True)
 
     def add(self, gradients: Sequence[Tensor | None], trainable: Sequence[bool]) -> None:
-        """Add the gradients of the backward that `begin` was called for to what waits.
+        """Add the gradients of the backward that was noted last to what waits.
 
         | what is on the parameter               | then                                            |
         |----------------------------------------|-------------------------------------------------|

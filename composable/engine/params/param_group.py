@@ -31,8 +31,9 @@ read freed memory.
 Writes. If all ranks have written to parameters that are unsharded, the next `unshard` gathers them
 again. Three kinds of writes count as writes of all ranks: an operator on a `DTensor`; any write
 after a state dict was made (`expect_load`); and a call that reports its writes (`note_written`),
-such as an optimizer's step, an average or an edit. Any other write to a local tensor may be a write
-of this rank alone. No message may depend on it, so it is not gathered, and a warning says so.
+such as an average or an edit. An optimizer's step moves the counters of at-rest parameters. Any
+other write to a local tensor may be a write of this rank alone. No message may depend on it, so it
+is not gathered, and a warning says so.
 
 `Gather` is one all-gather, prepared when its group is built and launched in every step. Its
 constructor prepares buffers without memory, pairs of tensors for the communicator, casts, and

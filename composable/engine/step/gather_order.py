@@ -216,8 +216,9 @@ class GatherOrder:
         return InputGradMode(most)
 
     def compare_forwards(self, history: Iterable[UnitCall]) -> None:
-        """`replicate` launches nothing in forward: no comparison of launches tells that a rank has
-        left a backward out. Ranks may run other numbers of forwards, if a backward comes to all.
+        """`replicate` launches at most broadcasts of buffers in forward: no comparison of launches
+        tells that a rank has left a backward out. Ranks may run other numbers of forwards, if a
+        backward comes to all.
 
         Args:
             history: see `Step.history`.
