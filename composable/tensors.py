@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable.errors import AnnotationError, few, first_line
-from composable.torch_private import dtensor_like, local_of
+from composable.torch_private import dtensor_like, gather_rows, local_of
 from composable.torch_private import wrap as wrap
 
 PRE: Final = "fsdp_pre_all_gather"
@@ -69,7 +69,8 @@ def whole_of(tensor: Tensor) -> Tensor:
     """Gather a whole copy of a parameter, gradient or optimizer state; all ranks of its mesh call
     this.
 
-    One all-gather of one tensor, torch's own, which knows uneven shards and every placement.
+    One all-gather of one tensor, torch's own, which knows uneven shards and every placement. Even
+    rows of tensors with the protocol are gathered by `gather_rows`.
     """
     if not isinstance(tensor, DTensor):
         return cloned(tensor.detach())
@@ -80,6 +81,11 @@ def whole_of(tensor: Tensor) -> Tensor:
     if local.device.type != device:  # it rests on the host
         detached = gradient_like(local.to(device), tensor)
     assert isinstance(detached, DTensor)
+    cuts = {each: dim for dim, each in enumerate(tensor.placements) if not each.is_replicate()}
+    if has_protocol(local) and cuts.keys() == {Shard(0)}:
+        group = tensor.device_mesh.get_group(cuts[Shard(0)])
+        if tensor.shape[0] % group.size() == 0:
+            return gather_rows(local_of(detached), group)
     with torch.enable_grad():  # torch 2.11 raises without, in a dispatch mode
         whole: Tensor = detached.full_tensor()
     # Replicated, or over one rank, the whole is the local tensor itself.
