@@ -475,9 +475,9 @@ def wrap(
 def gather_rows(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The rows of all ranks, if all have as many. The class of `local` may implement this.
 
-    `DTensor.full_tensor` of torch 2.13 corrupted the heap for shards of an `NF4Tensor` on gloo, once
-    in about 300 gathers on a busy host, also without this library; the cause is not known. This
-    gather, which wraps nothing in an `AsyncCollectiveTensor`, did not in 3,200.
+    For shards of an `NF4Tensor`, `DTensor.full_tensor` of torch 2.13 corrupted the heap on gloo,
+    once in about 300 gathers on a busy host, also without this library; the cause is not known.
+    This gather, which wraps nothing in an `AsyncCollectiveTensor`, did not in 3,200.
     """
     ops = torch.ops._c10d_functional
     rows = ops.all_gather_into_tensor(local, group.size(), group.group_name)
