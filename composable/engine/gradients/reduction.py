@@ -172,7 +172,8 @@ class MessageRow:
             is_set = bool(number >> bit & 1)
             said += [not is_set, is_set]
         with torch.inference_mode(False):
-            row = torch.tensor(said, dtype=self._dtype).to(self._device, non_blocking=True)
+            row = torch.empty(self.numel, dtype=self._dtype, device=self._device)
+            row.copy_(torch.tensor(said, dtype=self._dtype), non_blocking=True)
         self._last = key, row
         return row
 
