@@ -46,7 +46,7 @@ class Piece:
 PIECES = (
     Piece("all-gathers of the faked group", ("comm.base:GroupComm.all_gather",), True),
     Piece("reduce-scatter of the faked group", ("comm.base:GroupComm.reduce_scatter",), True),
-    Piece("parameters out of the message", ("engine.params.gather:Gather.copy_out",), True),
+    Piece("parameters out of the message", ("engine.params.param_group:Gather.copy_out",), True),
     Piece("gradients into the message", ("engine.gradients.reduction:ReducePlan.copy_in",), True),
     Piece("gradients taken from parameters", ("engine.gradients.grad_bucket:GradBucket._take",)),
     Piece("gradients onto parameters", ("engine.gradients.grad_bucket:GradBucket._deliver",)),
