@@ -54,7 +54,7 @@ PIECES = (
     Piece(
         "version counters",
         (
-            "engine.params.param_group:ParamGroup._note",
+            "engine.params.param_group:ParamGroup._follow_writes",
             "engine.params.param_group:ParamGroup._look_for_writes",
             "engine.params.param_group:set_versions",
         ),

@@ -1,4 +1,5 @@
-"""When gradients are reduced, and in which order, below one root.
+"""The schedule of gradient reductions below one root (`PostBackward`), and the buckets of models
+that are only replicated (`Buckets`).
 
 | gradients of | are launched |
 |--------------|--------------|
@@ -448,26 +449,25 @@ class PostBackward:
     # --- at its end ------------------------------------------------------------------------------
 
     def remaining(self, due: Due, unseen: Iterable[UnitGradients]) -> list[UnitGradients]:
-        """What is still to be reduced, in the order of launches: what backward has entered, the
-        last one first; what it may have come to unseen; what only earlier backwards brought
-        gradients to; and replicated units next to shards.
+        """What is still to be reduced, in the order of launches:
+
+        1. units that backward has entered, the last one first; units that it may have come to
+           unseen; units that wait with gradients of earlier backwards. Each of them comes behind
+           the replicated units that are reduced before it (`Agreed.before`);
+        2. all other replicated units next to shards.
         """
         held = [
             unit
             for unit in self._units
             if unit.accumulation.now is SyncMode.REDUCE and (unit.hooks_due or unit.backwards)
         ]
-        sent = [*due.in_flight, *due.over_replicas]
-        units = [
-            unit
-            for unit in dict.fromkeys([*reversed(due.to_reduce), *unseen, *held])
-            # what is in flight: only if backward has entered it again, or brought more gradients
-            if unit in due.to_reduce or unit not in sent or unit.are_there
-        ]
         beside = dict.fromkeys(unit for unit in self.beside if unit not in due.reduced)
         order: dict[UnitGradients, None] = {}
-        for unit in units:
-            if unit not in beside:  # backward leaves it now, and these before it
+        for unit in [*reversed(due.to_reduce), *unseen, *held]:
+            is_sent = unit in due.in_flight or unit in due.over_replicas
+            if is_sent and unit not in due.to_reduce and not unit.are_there:
+                continue  # with all that has come to it
+            if unit not in beside:
                 before = [each for each in self._reduced_before(unit) if each in beside]
                 order.update(dict.fromkeys([*before, unit]))
         return [*(order | beside)]

@@ -24,6 +24,7 @@ from composable.engine.params.param import (
     ManagedParam,
     defer_hooks,
     holds_unreduced,
+    hook_accumulation,
     hook_gradients,
     ignore_arrivals,
     listen_to_arrivals,
@@ -31,7 +32,6 @@ from composable.engine.params.param import (
 )
 from composable.engine.params.param_group import ParamGroup
 from composable.errors import DifferentiationError
-from composable.torch_private import hooks_after_accumulation
 
 
 class UnitKind(enum.Enum):
@@ -223,38 +223,32 @@ class UnitGradients:
     # --- when gradients arrive -------------------------------------------------------------------
 
     def _listen_for(self, param: ManagedParam) -> None:
-        """Let autograd tell when it has accumulated a gradient.
+        """Let autograd call `arrived` when it has accumulated a gradient of `param`.
 
-        That is for gradients that are reduced by arrival, for those of parameters that are read
-        outside of their module, and for users' hooks where one rank trains alone. A unit not of the
-        kind ARRIVAL is reduced anyway once backward has entered it at its outputs: `ignore` lets
-        autograd call nothing, until `listen`.
+        | modules compute with  | hooks of users on the at-rest parameter                        |
+        |-----------------------|----------------------------------------------------------------|
+        | the at-rest parameter | are taken from autograd, which would call them with this       |
+        |                       | rank's gradient (`defer_hooks`)                                |
+        | another one           | likewise; autograd accumulates there only if the parameter is  |
+        |                       | read outside of its module: `arrived_at_rest` is called        |
+        | another one, one rank | stay: its gradient is right wherever it came                   |
+
+        What is in `arrivals` can be ignored. Sparse gradients cannot, nor the hooks of users that
+        `arrived` makes due where one rank trains alone.
         """
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return  # bytes of quantised weights: torch hooks no integers
-        ranks = self.mesh_info_of(param).all.size
-        in_place = param.compute is param.at_rest
-        sparse = any(param in each.params for each in self.sparse)
-        arrived = _when_accumulated(UnitGradients.arrived, self, param)
-        if in_place:
-            # Autograd would call users' hooks with the local gradient. `defer_hooks` moves them out
-            # of the table that autograd reads, which holds `arrived` only; they are called when the
-            # reduced gradient lands.
-            arrival, undo = defer_hooks(parameter, arrived)
-            self._undo.append(undo)
-        else:
-            parameter.requires_grad_(True)  # a frozen one takes no hook; `follow` freezes it again
-            handle = parameter.register_post_accumulate_grad_hook(arrived)
-            table = hooks_after_accumulation(parameter)
-            assert table is not None
-            arrival = table, handle.id, arrived
-            self._undo.append(handle.remove)
-            if ranks > 1:  # one rank's gradient is right wherever it came
-                read_apart = _when_accumulated(UnitGradients.arrived_at_rest, self, param)
-                self._undo.append(defer_hooks(param.at_rest, read_apart)[1])
-        # autograd tells of sparse ones in any case, and of one rank's own nobody asks
-        if not sparse and not (in_place and ranks == 1):
+        in_place = parameter is param.at_rest
+        is_alone = self.mesh_info_of(param).all.size == 1
+        is_sparse = any(param in each.params for each in self.sparse)
+        hook = defer_hooks if in_place else hook_accumulation
+        arrival, undo = hook(parameter, _when_accumulated(UnitGradients.arrived, self, param))
+        self._undo.append(undo)
+        if not (in_place or is_alone):
+            read_apart = _when_accumulated(UnitGradients.arrived_at_rest, self, param)
+            self._undo.append(defer_hooks(param.at_rest, read_apart)[1])
+        if not (is_sparse or (in_place and is_alone)):
             self.arrivals[param] = arrival
 
     def arrived(self, param: ManagedParam, form: Tensor) -> None:

@@ -270,6 +270,19 @@ def hook_gradients(
     return undo
 
 
+def hook_accumulation(
+    parameter: nn.Parameter, arrived: Callable[[Tensor], None]
+) -> tuple[Arrival, Callable[[], None]]:
+    """Call `arrived` when autograd has accumulated on a parameter that users do not see; also
+    returns the inverse.
+    """
+    parameter.requires_grad_(True)  # a frozen one takes no hook; `follow` freezes it again
+    handle = parameter.register_post_accumulate_grad_hook(arrived)
+    table = hooks_after_accumulation(parameter)
+    assert table is not None
+    return (table, handle.id, arrived), handle.remove
+
+
 # --- hooks of users on at-rest parameters -------------------------------------------------------
 
 

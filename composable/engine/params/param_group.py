@@ -22,8 +22,8 @@ writes of the engine go through tensors made from `.data`, whose version counter
 
 Versions. Autograd refuses a backward if the version counter of a saved tensor has moved. Graphs
 save compute parameters, and users write to at-rest ones, so `unshard` looks for such writes and
-moves the counters of the compute parameters (`_note`). A write moves one of two counters. An
-operator on a `DTensor` moves the counter of the at-rest parameter. A write to its local tensor
+moves the counters of the compute parameters (`_follow_writes`). A write moves one of two counters.
+An operator on a `DTensor` moves the counter of the at-rest parameter. A write to its local tensor
 moves the counter of the shard buffer, which all local tensors share. While the memory is gone, the
 counters have the value `ABSENT`, which no graph has saved: autograd raises its error and does not
 read freed memory.
@@ -594,45 +594,45 @@ class ParamGroup(ABC):
     def note_written(self) -> None:
         """All ranks have written to at-rest parameters; no version counter need show it."""
         if self._rest_counters:
-            self._note(self._rest_versions_now(), by_all=True)
+            self._follow_writes(self._rest_versions_now(), by_all=True)
 
-    def _note(self, now: list[int], *, by_all: bool = False) -> None:
-        """Move the versions of compute parameters whose at-rest parameters were written to.
+    def _follow_writes(self, now: list[int], *, by_all: bool = False) -> None:
+        """At-rest parameters were written to. Decide whether the group gathers again, and move the
+        version counters of compute parameters: autograd refuses a graph that has saved one.
 
-        | written to                       | gathered again | version counters move            |
-        |----------------------------------|----------------|----------------------------------|
-        | by an operator on a parameter    | yes: all ranks | of what is gathered              |
-        | its memory, by a call of all     | yes            | likewise                         |
-        | ranks that says so (`by_all`),   |                |                                  |
-        | or after `expect_load`           |                |                                  |
-        | its memory, otherwise            | no, a warning: | likewise                         |
-        |                                  | one rank alone |                                  |
+        | written to                                                   | gathered again         |
+        |--------------------------------------------------------------|------------------------|
+        | by an operator on an at-rest parameter                       | yes, on all ranks      |
+        | its memory, after `expect_load`, or by a call of all ranks   | likewise               |
+        | that says so (`by_all`)                                      |                        |
+        | its memory, otherwise                                        | no: a warning, since   |
+        |                                                              | it may be one rank     |
 
-        Parameters that stay (`_stays`: computed with as they are) need no gather. Their compute
-        form shares the memory's counter, which an operator on a `DTensor` does not move; a write to
-        the memory does not move that of a `DTensor`.
+        Args:
+            now: what `_rest_versions_now` returns: of at-rest parameters, and of their memory.
         """
         number = len(self.params)
         changed = list(map(ne, self._rest_versions, now))
+        by_operator = changed[:number]
+        in_memory = changed[number:] * (number // len(self._memory))  # one buffer, or one for each
+        written = list(map(or_, by_operator, in_memory))
         self._rest_versions = now
-        at_rest, memory = changed[:number], changed[number:] * (number // len(self._memory))
-        again = self._regather or by_all or self._loads or any(at_rest)
+        again = self._regather or by_all or self._loads or any(by_operator)
         self._regather = again and self.gathers
         if not again and self.state is not ShardedState.SHARDED and not any(self._stays):
-            self._warn(_WRITTEN_HERE, compress(self.params, memory))
-        written = list(map(or_, at_rest, memory))
+            self._warn(_WRITTEN_HERE, compress(self.params, in_memory))
         moved = list(map(written.__getitem__, self._numbers))
         if self.state is ShardedState.UNSHARDED:
             increment_version(list(compress(self._compute_counters, moved)))
         self._compute_versions = tuple(map(add, self._compute_versions, moved))
-        if not any(self._stays):
-            return
+        # What is not gathered, because modules compute with the memory of the at-rest parameter: a
+        # plain tensor shares its counter, which an operator on a `DTensor` does not move.
         behind = [
             param.compute
-            for param, stays, operated, in_memory in zip(
-                self.params, self._stays, at_rest, memory, strict=True
+            for param, is_written, shared in compress(
+                zip(self.params, written, in_memory, strict=True), self._stays
             )
-            if stays and (isinstance(param.compute, DTensor) if in_memory else operated)
+            if is_written and (not shared or isinstance(param.compute, DTensor))
         ]
         if behind:
             increment_version(behind)
@@ -648,10 +648,9 @@ class ParamGroup(ABC):
     def expect_load(self) -> None:
         """A state dict is made: all ranks may load a checkpoint into its tensors."""
         if self.state is not ShardedState.SHARDED and not self._loads:  # each module asks
-            if (
-                now := self._rest_versions_now()
-            ) != self._rest_versions:  # earlier writes were no load
-                self._note(now)
+            now = self._rest_versions_now()
+            if now != self._rest_versions:  # earlier writes were no load
+                self._follow_writes(now)
             self._loads = True
 
     def unshard(self) -> bool:
@@ -662,7 +661,7 @@ class ParamGroup(ABC):
             with as_tensors():
                 now = list(map(version_of, self._rest_counters))
             if now != self._rest_versions:
-                self._note(now)
+                self._follow_writes(now)
         if self._source is None:
             return False
         if self._regather:

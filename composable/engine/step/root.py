@@ -623,25 +623,26 @@ class Root:
     def _enter(self, unit: Unit, iteration: Iteration) -> Iterable[Unit]:
         """Backward comes to `unit`, in which it is not. Returns what will probably follow.
 
-        It leaves the active units, innermost first, as at the end of backward: ranks that enter an
-        expert leave the units before it earlier than ranks that do not, and both must launch in the
-        same order. These stay active:
+        First it leaves the other active units, the innermost first: they are freed, and reduced if
+        no other forward of theirs waits for its backward. Ranks that skip `unit` (an expert, or
+        replicated next to shards) leave them later, but in the same order: all ranks launch alike.
 
-        * units that enclose `unit`, or lie in it;
-        * units that wait for one more backward, if some ranks may skip `unit` (an expert, or
-          replicated next to shards): on these ranks backward may come back to them next.
-
-        A unit that was left is reduced, unless another forward of it waits for its backward.
+        | an active unit stays if it         | because                                             |
+        |------------------------------------|-----------------------------------------------------|
+        | encloses `unit`, or lies in it     | backward is in both                                 |
+        | waits for one more backward, and   | on these ranks backward may come to it again next,  |
+        | some ranks skip `unit`             | without having left it                              |
         """
         ran_inside = unit.relations.ran_inside
         for other in [*reversed(iteration.active)]:
-            if other in ran_inside or unit in other.relations.ran_inside:
-                continue
-            fewer_run = unit.mesh_info.all.size < other.mesh_info.all.size
-            if other.step.pending > 0 and (fewer_run or unit.kind is UnitKind.BESIDE):
+            is_nested = other in ran_inside or unit in other.relations.ran_inside
+            comes_again = other.step.pending > 0
+            fewer_ranks = unit.mesh_info.all.size < other.mesh_info.all.size
+            some_skip = fewer_ranks or unit.kind is UnitKind.BESIDE
+            if is_nested or (comes_again and some_skip):
                 continue
             self._end_unit(other, iteration)
-            if other.step.pending <= 0 and Need.UNSEEN not in other.step.needed_by:
+            if not comes_again and Need.UNSEEN not in other.step.needed_by:
                 self.post_backward.end_unit(other.gradients, iteration.due)
         iteration.active[unit] = None
         unit.need(Need.BACKWARD)

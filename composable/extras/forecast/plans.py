@@ -1,4 +1,6 @@
-"""Several ways to annotate one model, side by side, and a search for the fastest that fits."""
+"""`compare` forecasts several ways to annotate one model, and `suggest` searches for the fastest
+that fits (`Plan`).
+"""
 
 from __future__ import annotations
 
