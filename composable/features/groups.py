@@ -62,15 +62,7 @@ from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer, note_resized
 from composable.memory.offload import ComingShards, HostHome
 from composable.memory.streams import has_streams
-from composable.tensors import (
-    POST,
-    PRE,
-    RELEASE,
-    cloned,
-    cut_along,
-    has_protocol,
-    plain_parts,
-)
+from composable.tensors import POST, PRE, RELEASE, cloned, cut_along, has_protocol, plain_parts
 from composable.torch_private import local_of, local_tensor, storage_key, up_to_collectives
 
 _ALIGN: Final = 16  # bytes; kernels that copy read as many at once

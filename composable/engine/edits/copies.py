@@ -28,12 +28,7 @@ from composable.contract.contract import drop_attribute, module_name, registry, 
 from composable.contract.tree import states_below
 from composable.engine.edits.annotations import choose_rest
 from composable.engine.edits.loading import refuse_pickling
-from composable.engine.params.param import (
-    STEPPED_BY,
-    ManagedParam,
-    ParamInfo,
-    replacement_of,
-)
+from composable.engine.params.param import STEPPED_BY, ManagedParam, ParamInfo, replacement_of
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import GRADIENT_HOOKS
 from composable.errors import AnnotationError, PhaseError

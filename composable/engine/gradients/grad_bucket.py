@@ -375,7 +375,7 @@ class GradBucket:
         if merges or after:
             wait_for_traffic()  # of gradients that rest on the host
         if merges:
-            self._merge(parameters, grads, gradients, hooked=hooked)
+            self._merge(parameters, grads, gradients)
         if after:
             self._hooks_due.update(dict.fromkeys(indices))
         if self._hooks_due and not self._hooks_wait:
@@ -394,12 +394,10 @@ class GradBucket:
         parameters: Sequence[nn.Parameter],
         grads: Sequence[Tensor | None],
         gradients: Sequence[Tensor],
-        *,
-        hooked: bool,
     ) -> None:
         """Put `gradients` where `grads` are, and ask tensor hooks of users if there are some."""
         for parameter, grad, gradient in zip(parameters, grads, gradients, strict=True):
-            if hooked and gradient_hooks(parameter):
+            if not self.in_place and gradient_hooks(parameter):
                 gradient = run_gradient_hooks(parameter, gradient)
                 grad = parameter.grad  # a hook may have changed it
             if grad is None or self.reducer.keeps:

@@ -242,12 +242,10 @@ class Buckets:
     def _launch_next(self, *, builds_graph: bool) -> None:
         bucket = self.buckets[self._launched]
         unit, absent = bucket.unit, bucket.absent()
-        if builds_graph and len(absent) < bucket.trainable.count(True):
+        if not builds_graph:
+            bucket.reduce(unit.accumulation.now, absent)
+        elif len(absent) < bucket.trainable.count(True):
             unit.refuse_graph()
-        if builds_graph:
-            self._launched += 1
-            return
-        bucket.reduce(unit.accumulation.now, absent)
         self._launched += 1
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
         # and not only at the end.

@@ -457,16 +457,13 @@ class Root:
         unit, iteration, grad = call.unit, self.step.iteration, torch.is_grad_enabled()
         assert iteration is not None
         self.step.running.pop()
-        if grad:
-            # A frozen unit is gathered ahead in backward only if an output of it is watched.
-            # (`pending` is right on ranks without data, too, which follow others: `join`.)
-            if unit.gathers and (unit.trains or unit.step.pending > 0):
-                iteration.finished.append(unit)
-            if keep:
-                unit.need(Need.UNSEEN)
-        elif keep:
-            unit.need(Need.LENT)
-        if not keep and not unit.must_stay:
+        # A frozen unit is gathered ahead in backward only if an output of it is watched. (`pending`
+        # is right on ranks without data, too, which follow others: `join`.)
+        if grad and unit.gathers and (unit.trains or unit.step.pending > 0):
+            iteration.finished.append(unit)
+        if keep:
+            unit.need(Need.UNSEEN if grad else Need.LENT)
+        elif not unit.must_stay:
             self._reshard_after_forward(unit, iteration, grad=grad)
         if not self.step.running:
             self._end_forward(iteration, grad=grad)

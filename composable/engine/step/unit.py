@@ -50,12 +50,7 @@ from composable.contract.values import tensors_in
 from composable.engine.gradients.agreed import Agreed, InputGradMode
 from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import GradientSpec, Stages, UnitGradients, UnitKind
-from composable.engine.params.param import (
-    ManagedParam,
-    ParameterSwap,
-    ParamInfo,
-    owner_of,
-)
+from composable.engine.params.param import ManagedParam, ParameterSwap, ParamInfo, owner_of
 from composable.engine.params.param_group import (
     Grouping,
     GroupKey,
@@ -90,6 +85,7 @@ class Need:
     GRAPH: Final = "backward may go through a graph of create_graph=True"
     BY_HAND: Final = "split backwards bring gradients, outside of forwards and backwards"
     ROOT_RUNS: Final = "the root computes, and may read the parameters at any time"
+    HELD: Final = frozenset((BACKWARD, ROOT_RUNS))  # for these, modules hold compute parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,11 +335,9 @@ class Unit:
         self.modules = spec.modules
         self.mesh_info = spec.mesh_info
         self.params = list(map(ManagedParam, spec.params) if params is None else params)
-        self.kind = without_shards(
-            spec.mesh_info
-        )  # `choose_rest` in `edits/annotations.py` looks for shards around it
-        if spec.verb == SHARD and spec.mesh_info.mesh is not None:
-            self.kind = UnitKind.SHARDED
+        is_sharded = spec.verb == SHARD and spec.mesh_info.mesh is not None
+        # `choose_rest` in `edits/annotations.py` looks for shards around replicated units
+        self.kind = UnitKind.SHARDED if is_sharded else without_shards(spec.mesh_info)
         self._buffers = (BufferCasts(spec.buffer_holders),) if spec.buffer_holders else ()
         self.agree_anew()
 
@@ -548,11 +542,7 @@ class Unit:
         and next to shards for as long as the root computes.
         """
         step = self.step
-        computes = (
-            step.calls
-            or step.to_run
-            or not {Need.BACKWARD, Need.ROOT_RUNS}.isdisjoint(step.needed_by)
-        )
+        computes = step.calls or step.to_run or not Need.HELD.isdisjoint(step.needed_by)
         if self._is_in and not computes and Need.EXPLICIT not in self.kept_by:
             self.swap_out()
 

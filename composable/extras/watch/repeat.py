@@ -1,7 +1,9 @@
 """`Repeat`, a dispatch mode that runs each operator of one unit twice and compares the bits.
 
 `watch` finds the units with which this is possible (`candidates_in`) and repeats one of them in
-each step, in turn. Each operator of the unit's forward and backward runs again at once, on the same tensors, and its
+each step, in turn.
+
+Each operator of the unit's forward and backward runs again at once, on the same tensors, and its
 bits are compared. Nothing can change the tensors in between. No code of the user runs twice:
 modules, hooks, custom autograd functions and recomputations call each operator only once. If bits
 differ, the operator runs some more times. If these runs differ from each other, the kernel is not
