@@ -64,8 +64,9 @@ from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import GRADIENT_HOOKS, Visit
 from composable.errors import unit_name
 from composable.features.groups import GroupingByForm
-from composable.features.param_forms import is_packed, prepare_packed
+from composable.features.param_forms import prepare_packed
 from composable.policies import PolicyLike
+from composable.tensors import is_packed
 
 
 class ParamPlan(NamedTuple):

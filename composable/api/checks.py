@@ -30,8 +30,8 @@ from composable.engine.gradients.sparse import is_sparse_lookup
 from composable.engine.params.param import ParamInfo, label_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
-from composable.features.param_forms import is_packed, mesh_and_placements, refusal_of
-from composable.tensors import cloned, describe_mesh, has_protocol, pieces_of
+from composable.features.param_forms import mesh_and_placements, refusal_of
+from composable.tensors import cloned, describe_mesh, has_protocol, is_packed, pieces_of
 from composable.torch_private import hooks_after_accumulation, local_of
 
 logger = logging.getLogger("composable")

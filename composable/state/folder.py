@@ -31,7 +31,6 @@ from composable.comm.backends import is_distributed
 from composable.comm.base import Comm
 from composable.engine.step.unit import Unit
 from composable.errors import RanksDisagreeError, StateError, few, first_line
-from composable.features.param_forms import is_packed
 from composable.state.hub_names import Converted, by_transformers, ignored, is_of_transformers
 from composable.state.whole import (
     NamedParam,
@@ -41,7 +40,7 @@ from composable.state.whole import (
     names_that_differ,
     tensors_at_rest,
 )
-from composable.tensors import slices_at
+from composable.tensors import is_packed, slices_at
 from composable.torch_private import local_of, local_tensor
 
 Box = Sequence[slice]

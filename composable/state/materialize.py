@@ -50,7 +50,6 @@ from composable.errors import (
     UnknownArgumentError,
     few,
 )
-from composable.features.param_forms import is_packed
 from composable.memory.digests import digests_as_ints
 from composable.memory.elastic import ElasticBuffer
 from composable.state.folder import Loaded, Rename, plan_folder
@@ -68,7 +67,7 @@ from composable.state.whole import (
     whole_parameter,
     write_whole,
 )
-from composable.tensors import whole_of
+from composable.tensors import is_packed, whole_of
 from composable.torch_private import apply_to_tensors, local_tensor, storage_key
 
 Init = Callable[[nn.Module], object]

@@ -753,8 +753,9 @@ class ParamGroup(ABC):
         self.state = ShardedState.SHARDED_POST_FORWARD
 
     def aliases(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is, or views, a compute parameter whose memory comes and goes."""
-        key, buffers = storage_key(innermost(tensor)), self.gather.buffers if self.gather else ()
+        """Whether `tensor` is, or views, a compute parameter. For groups that gather."""
+        assert self.gather is not None
+        key, buffers = storage_key(innermost(tensor)), self.gather.buffers
         return any(buffer.held and storage_key(buffer.tensor) == key for buffer in buffers)
 
 

@@ -334,9 +334,9 @@ class Root:
             # a module may call itself
             if outer is not unit and unit not in outer.relations.ran_inside:
                 outer.relations.note_inside(unit)
-        inside = not outermost and unit.kind is not UnitKind.ARRIVAL
-        if unit.relations.is_shared:
-            inside = inside or self._is_called_by_another(unit)
+        inside = (not outermost and unit.kind is not UnitKind.ARRIVAL) or (
+            unit.relations.is_shared and self._is_called_by_another(unit)
+        )
         step.running.append(unit)
         try:
             if iteration.last and not unit.is_unsharded:
