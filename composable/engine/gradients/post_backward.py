@@ -447,12 +447,12 @@ class PostBackward:
     # --- at its end ------------------------------------------------------------------------------
 
     def remaining(self, due: Due, unseen: Iterable[UnitGradients]) -> list[UnitGradients]:
-        """What is still to be reduced, in the order of launches:
+        """What is still to be reduced, in the order of launches.
 
-        1. units that backward has entered, the last one first; units that it may have come to
-           unseen; units that wait with gradients of earlier backwards. Each of them comes behind
-           the replicated units that are reduced before it (`Agreed.before`);
-        2. all other replicated units next to shards.
+        1. Units that backward has entered, the last one first; those that it may have come to
+           unseen; those with gradients of earlier backwards. Replicated units that are reduced
+           before one of them (`Agreed.before`) precede it.
+        2. All other replicated units next to shards.
         """
         held = [
             unit
@@ -464,7 +464,7 @@ class PostBackward:
         for unit in [*reversed(due.to_reduce), *unseen, *held]:
             is_sent = unit in due.in_flight or unit in due.over_replicas
             if is_sent and unit not in due.to_reduce and not unit.are_there:
-                continue  # with all that has come to it
+                continue  # what is in flight is all that has come to it
             if unit not in beside:
                 before = [each for each in self._reduced_before(unit) if each in beside]
                 order.update(dict.fromkeys([*before, unit]))
