@@ -319,8 +319,8 @@ def prepare_packed(module: nn.Module, device: torch.device) -> list[Callable[[],
         undo.append(after.remove)
     if packed and getattr(module, _REPACKS, False):
         # It would exchange the memory of what is gathered, and change the shared `quant_state`.
-        setattr(module, _REPACKS, False)
-        undo.append(partial(setattr, module, _REPACKS, True))
+        _set_repacks(module, repacks=False)
+        undo.append(partial(_set_repacks, module, repacks=True))
     return undo
 
 
@@ -343,6 +343,10 @@ class _CastBias:
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._bias is not None:
             module._parameters["bias"], self._bias = self._bias, None  # type: ignore[assignment]
+
+
+def _set_repacks(module: nn.Module, *, repacks: bool) -> None:
+    setattr(module, _REPACKS, repacks)
 
 
 def _load_scales(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
