@@ -346,6 +346,7 @@ class _CastBias:
 
 
 def _set_repacks(module: nn.Module, *, repacks: bool) -> None:
+    """For `undo`, by `partial`: copies of the module know functions of Python, and no built-in."""
     setattr(module, _REPACKS, repacks)
 
 

@@ -74,8 +74,8 @@ class Preparation:
         # what was found when everything was in order: objects that are to be the same, and values
         self._watched: tuple[Sequence[_Row], Sequence[_Row]] | None = None
         self._modules: list[Any] = []  # whose hooks are looked at; weakly
-        self._at_rest: list[nn.Parameter] = []
-        self._trained: list[bool] = []  # which of these train, as units know it
+        # which at-rest parameters train, as units know it: one of the rows with values
+        self._freezing = _as_now(trainability, [])
 
     def run(self) -> None:
         """Raise for what cannot be computed with; rebuild the groups of units whose parameters
@@ -139,8 +139,9 @@ class Preparation:
             # at rest, also if `torch.func.functional_call` has put tensors of its own there
             resting = [param.at_rest for param in params for _ in param.info.places]
             same = [(resting, dict.get, tables, names), _as_now(local_of, sharded)]
+            self._freezing = _as_now(trainability, at_rest)
             equal = [
-                _as_now(trainability, at_rest),
+                self._freezing,
                 _as_now(trainability, unmanaged),
                 # A shard's memory is the engine's; that of users' own parameters may be exchanged
                 # (`param.data = ...`).
@@ -150,8 +151,6 @@ class Preparation:
                 _as_now(attrgetter("grad_dtype"), at_rest),
             ]
         self._watched = same, equal
-        self._trained = equal[0][0]
-        self._at_rest = at_rest
         # weak: what is around the root's units may be dropped before them
         self._modules = [ref(module) for unit in around for module in unit.modules]
 
@@ -171,10 +170,11 @@ class Preparation:
 
         Adapters are switched off and on again between a forward and its backward, for a reference.
         """
+        before, look, at_rest = self._freezing
         with as_tensors():
-            trained = list(map(trainability, self._at_rest))
-        if trained != self._trained:
-            self._trained[:] = trained
+            trained = list(map(look, at_rest))
+        if trained != before:
+            before[:] = trained
             for unit in self._root.units:
                 unit.follow()
 
@@ -599,10 +599,10 @@ def broadcast_buffers(units: Sequence[Unit], source: int = 0, *, saved: bool) ->
         with torch.no_grad(), torch.inference_mode(False):
             message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members.values()])
             comm.broadcast([message], _BROADCAST, source)
+        if comm.rank == source:
+            continue
         pieces = message.split([buffer.numel() for buffer, _ in members.values()])
-        for (buffer, places), piece in (
-            zip(members.values(), pieces, strict=True) if comm.rank != source else ()
-        ):
+        for (buffer, places), piece in zip(members.values(), pieces, strict=True):
             received = piece.view(buffer.shape)
             if not comm.traits.on_stream and torch.equal(buffer, received):
                 continue  # where a stream is, to compare would make the host wait
