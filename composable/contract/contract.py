@@ -44,6 +44,7 @@ from composable.errors import (
 
 # the attribute of a module that holds its records, by the verb's name
 _RECORDS: Final = "_composable_annotations"
+_NO_RECORDS: Final[Mapping[str, Annotation]] = MappingProxyType({})
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -293,7 +294,8 @@ def _in_words(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def records_of(module: nn.Module) -> Mapping[str, Annotation]:
     """Return the annotations of `module`: `registry`, for what the library asks often."""
-    return MappingProxyType(vars(module).get(_RECORDS, {}))
+    records = vars(module).get(_RECORDS)
+    return _NO_RECORDS if records is None else MappingProxyType(records)
 
 
 @checked

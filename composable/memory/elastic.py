@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from composable.torch_private import CAN_SWAP, swap_memory, view_without_memory
+from composable.torch_private import (
+    CAN_SWAP,
+    outside_inference,
+    swap_memory,
+    view_without_memory,
+)
 
 # Idle blocks of host memory by their size in bytes. The host's allocator returns large blocks to
 # the system, and then every use faults all pages in again; an accelerator's caching allocator does
@@ -38,7 +43,7 @@ def _new_block(nbytes: int) -> torch.UntypedStorage:
 def borrow(numel: int, dtype: torch.dtype) -> Tensor:
     """A 1-D host tensor with undefined contents, for `give_back`."""
     nbytes = numel * dtype.itemsize
-    with torch.inference_mode(False):
+    with outside_inference():
         idle = _IDLE.setdefault(nbytes, [])
         block = idle.pop() if idle else _new_block(nbytes)
         return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, (numel,), (1,))
@@ -114,7 +119,7 @@ class ElasticBuffer:
         )
         # pooled and held: the block, empty, whose memory is in `_storage`
         self._block: torch.UntypedStorage | None = None
-        with torch.inference_mode(False):
+        with outside_inference():
             start = torch.empty(0, dtype=dtype, device=device)
             self._storage = start.untyped_storage()
             setattr(self._storage, _ELASTIC, True)
@@ -136,7 +141,7 @@ class ElasticBuffer:
         """A view from element `start` on, whether the memory is there or not. It shares the version
         counter of `tensor`.
         """
-        with torch.inference_mode(False):
+        with outside_inference():
             return self._view(self.tensor[start:start], shape, strides)
 
     def stretch(self, start: int, numel: int) -> Tensor:
@@ -196,11 +201,13 @@ def with_own_storage(view: Tensor) -> Tensor:
     be neither detached and copied nor saved. DLPack makes another storage over the same memory, and
     keeps that memory alive. Returns `view` itself on a device that does not implement DLPack.
     """
-    with torch.inference_mode(False):
+    with outside_inference():
         if view.device.type == "meta":
             return view.new_empty(view.shape)  # `empty_like` runs in Python there
         try:
-            octets = from_dlpack(view.detach().view(torch.uint8))  # DLPack does not know all dtypes
+            # as bytes, since DLPack does not know all dtypes
+            capsule = view.detach().view(torch.uint8).__dlpack__()
+            octets = from_dlpack(capsule)
         except (BufferError, RuntimeError, TypeError, ValueError):
             return view
         return octets.view(view.dtype)

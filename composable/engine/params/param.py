@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, ClassVar, Final, TypeVar
@@ -491,7 +491,7 @@ def set_label(
     label.unit, label.fqn, label.form = unit_name, info.fqn, form
     label.mesh_info = info.mesh_info
     label.mesh = info.form.mesh_at_rest(None)
-    label.places = tuple([(ref(place.module), place.name) for place in info.places])
+    label.places = param.places
     if owner is not None:
         label.owner = ref(owner)
 
@@ -585,6 +585,7 @@ class ManagedParam:
     Attributes:
         info: what the annotation asked for; `places` may grow by tied places of other units.
         tables: where it is looked up and registered, at each place.
+        places: module, weakly, and name of each.
         own: the user's parameter, for units that leave its memory where it is; None where the unit
             has shards.
         original: weakly, the parameter that was registered before the annotation, or that the user
@@ -614,8 +615,8 @@ class ManagedParam:
         original = self.original()
         if original is not None and original is not self.own:
             set_label(original, self, unit_name, "original", owner)
-        set_label(self.compute, self, unit_name, "compute")
-        # also where it is the same object
+        if self.compute is not self.at_rest:
+            set_label(self.compute, self, unit_name, "compute")
         set_label(self.at_rest, self, unit_name, "at_rest", owner)
 
     def start_as(self, original: ManagedParam, info: ParamInfo) -> None:
@@ -628,6 +629,7 @@ class ManagedParam:
     def set_info(self, info: ParamInfo) -> None:
         self.info = info
         self.tables = tuple([(_table_of(place.module), place.name) for place in info.places])
+        self.places = tuple([(ref(place.module), place.name) for place in info.places])
 
     def agree(self, sends: Sends | None) -> None:
         """See `sends`; None: ranks are to tell each other again."""
@@ -890,7 +892,16 @@ def as_parameter(tensor: Tensor, slot: Slot) -> Tensor:
 
 def shape_and_strides(slot: Slot) -> tuple[torch.Size, tuple[int, ...]]:
     """Those of the whole parameter."""
-    whole = as_parameter(torch.empty(slot.shape, device="meta"), slot)
+    return _shape_and_strides(slot.shape, slot.order)
+
+
+@lru_cache
+def _shape_and_strides(
+    shape: tuple[int, ...], order: tuple[int, ...]
+) -> tuple[torch.Size, tuple[int, ...]]:
+    whole = torch.empty(shape, device="meta")
+    if order:
+        whole = whole.permute(sorted(range(len(shape)), key=order.__getitem__))
     return whole.shape, whole.stride()
 
 

@@ -776,8 +776,10 @@ class ShardedGroup(ParamGroup):
         return (self.shard,)
 
     def _make_shard(self) -> Tensor:
-        dtype = self.precision.original
-        return torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.device)
+        numel = self.layout.shard_numel
+        filled = sum(slot.local_numel(self.comm.rank) for slot in self.slots) == numel
+        make = torch.empty if filled else torch.zeros  # padding is sent, too
+        return make(numel, dtype=self.precision.original, device=self.device)
 
     def _stretch(self, slot: Slot) -> Tensor:
         return self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]

@@ -45,6 +45,7 @@ from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
 from composable.compilation import untraced
 from composable.config import MixedPrecisionPolicy
+from composable.contract.contract import known_fqn
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.gradients.agreed import Agreed, InputGradMode
@@ -333,6 +334,8 @@ class Unit:
         self.spec, self.watch = spec, watch
         self.gradients.tell(*(partial(hook, self) for hook in gradient_hooks))
         self.modules = spec.modules
+        if (fqn := known_fqn(spec.modules[0])) is not None:
+            self.name = unit_name(fqn)
         self.mesh_info = spec.mesh_info
         self.params = list(map(ManagedParam, spec.params) if params is None else params)
         is_sharded = spec.verb == SHARD and spec.mesh_info.mesh is not None
@@ -911,8 +914,9 @@ def rename_below(modules: Sequence[nn.Module], units: Iterable[Unit]) -> None:
     for module in reversed(modules):
         names |= names_below(module)
     for unit in units:
-        if unit.modules and id(unit.modules[0]) in names:
-            unit.rename(names[id(unit.modules[0])])
+        fqn = names.get(id(unit.modules[0])) if unit.modules else None
+        if fqn is not None and unit.name != unit_name(fqn):
+            unit.rename(fqn)
 
 
 def unit_of(parameter: Tensor) -> Unit | None:
