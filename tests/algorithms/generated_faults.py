@@ -105,6 +105,8 @@ def is_possible(plan: Plan, fault: Fault) -> bool:
         kind == "replica" and not (replicas or plan.annotation.startswith("hybrid")),
         kind == "replica" and plan.around in ("local_steps", "hook that keeps replicas apart"),
         kind == "buffer" and (plan.block != "Masked" or replicas or fault.step == 0),
+        # each replica has buffers of its own, and is one rank
+        kind == "buffer" and plan.around == "local_steps" and plan.ranks == 2,
     )
     return not any(refused)
 
