@@ -140,13 +140,8 @@ class MixedPrecisionPolicy:
                 value = real_dtype(value, what)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "full_precision_classes", _classes(self.full_precision_classes))
-        as_they_are = (
-            "cast_forward_inputs",
-            "keep_grads_in_reduce_dtype",
-            "param_dtype_override_fn",
-        )
-        given = {name: getattr(self, name) for name in as_they_are}
-        check_arguments(MixedPrecisionPolicy.__init__, given)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_arguments(MixedPrecisionPolicy.__init__, values)
 
     def __str__(self) -> str:
         """Name the fields that differ from their defaults."""
