@@ -34,11 +34,10 @@ from composable.features.param_forms import (
     DTensorForm,
     PartForm,
     form_of,
-    is_packed,
     mesh_and_placements,
     meta_like,
 )
-from composable.tensors import describe_mesh
+from composable.tensors import describe_mesh, is_packed
 
 _NAME: Final = "apply_tp_plan"
 

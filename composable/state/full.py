@@ -26,7 +26,6 @@ from composable.engine.edits.loading import says_nothing_of_groups
 from composable.engine.params.param import mesh_of
 from composable.engine.step.unit import Unit, show_again
 from composable.errors import AnnotationError, RanksDisagreeError
-from composable.features.param_forms import is_packed
 from composable.memory.digests import digests_as_ints
 from composable.state.whole import (
     all_or_none,
@@ -35,7 +34,7 @@ from composable.state.whole import (
     managed_in,
     require_at_rest,
 )
-from composable.tensors import whole_of
+from composable.tensors import is_packed, whole_of
 from composable.torch_private import local_tensor
 
 K = TypeVar("K")
