@@ -1,6 +1,6 @@
-"""The values that users pass to the verbs: policies, dtypes and modes.
+"""`MixedPrecisionPolicy`, `CPUOffloadPolicy`, and what `grad_reduce=` and others of the verbs take.
 
-They are checked when they are made.
+Policies are checked when they are made.
 """
 
 from __future__ import annotations
