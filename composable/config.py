@@ -1,4 +1,4 @@
-"""`MixedPrecisionPolicy`, `CPUOffloadPolicy`, and what `grad_reduce=` and others of the verbs take.
+"""`MixedPrecisionPolicy`, `CPUOffloadPolicy`, and the types of other arguments of the verbs.
 
 Policies are checked when they are made.
 """
