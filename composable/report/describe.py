@@ -353,13 +353,18 @@ def _row(
         annotation=" + ".join(verbs) or "-",
         parameters=len(parameters),
         numel=sum(each.numel() for each in parameters),
-        bytes=sum(each.nbytes for each in parameters),
-        bytes_per_rank=sum(each.nbytes for each in locals_of(parameters)),
+        bytes=_bytes(parameters),
+        bytes_per_rank=_bytes(locals_of(parameters)),
         dtypes=dtypes,
         computes_in=dtypes,
         reduces_in=dtypes,
         checkpointed="checkpoint" in verbs,
     )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    # `nbytes` is not there for sparse tensors, which a module without an annotation may have
+    return sum(each.numel() * each.element_size() for each in tensors)
 
 
 def _after_forward(after: bool | int | None) -> str:
