@@ -183,9 +183,8 @@ class MixedPrecisionPolicy:
         Raises:
             AnnotationError: it returned a third dtype.
         """
-        chosen = None
-        if self.param_dtype_override_fn is not None:
-            chosen = self.param_dtype_override_fn(parameter)
+        choose = self.param_dtype_override_fn
+        chosen = None if choose is None else choose(parameter)
         if chosen not in (None, self.param_dtype, parameter.dtype):
             raise AnnotationError(
                 f"param_dtype_override_fn returned {chosen} for '{fqn}'; it may return the"
