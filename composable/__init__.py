@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -62,14 +63,11 @@ try:
 except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+unknown"
 
-try:
-    _other = version("composable")
-except PackageNotFoundError:
-    pass
-else:
+with suppress(PackageNotFoundError):
     warnings.warn(
-        f"the project 'composable' {_other} is installed, too; its files lie in the same folder as"
-        " those of torch-composable. Uninstall both, and install torch-composable again",
+        f"the project 'composable' {version('composable')} is installed, too; its files lie in the"
+        " same folder as those of torch-composable. Uninstall both, and install torch-composable"
+        " again",
         stacklevel=2,
     )
 

@@ -1,6 +1,6 @@
-"""The values that users pass to the verbs: policies, dtypes and modes.
+"""`MixedPrecisionPolicy`, `CPUOffloadPolicy`, and the types of other arguments of the verbs.
 
-They are checked when they are made.
+Policies are checked when they are made.
 """
 
 from __future__ import annotations
@@ -140,13 +140,8 @@ class MixedPrecisionPolicy:
                 value = real_dtype(value, what)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "full_precision_classes", _classes(self.full_precision_classes))
-        as_they_are = (
-            "cast_forward_inputs",
-            "keep_grads_in_reduce_dtype",
-            "param_dtype_override_fn",
-        )
-        given = {name: getattr(self, name) for name in as_they_are}
-        check_arguments(MixedPrecisionPolicy.__init__, given)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_arguments(MixedPrecisionPolicy.__init__, values)
 
     def __str__(self) -> str:
         """Name the fields that differ from their defaults."""
@@ -188,9 +183,8 @@ class MixedPrecisionPolicy:
         Raises:
             AnnotationError: it returned a third dtype.
         """
-        chosen = None
-        if self.param_dtype_override_fn is not None:
-            chosen = self.param_dtype_override_fn(parameter)
+        choose = self.param_dtype_override_fn
+        chosen = None if choose is None else choose(parameter)
         if chosen not in (None, self.param_dtype, parameter.dtype):
             raise AnnotationError(
                 f"param_dtype_override_fn returned {chosen} for '{fqn}'; it may return the"

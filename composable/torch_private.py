@@ -10,7 +10,7 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
@@ -273,11 +273,8 @@ def up_to_collectives() -> Iterator[None]:
 
     There is no public call that observes the collectives that a tensor subclass launches.
     """
-    try:
-        with _NoCollectives():  # type: ignore[no-untyped-call]
-            yield
-    except _Reached:
-        pass
+    with suppress(_Reached), _NoCollectives():  # type: ignore[no-untyped-call]
+        yield
 
 
 # A dispatch mode between two hooks: a `with` statement cannot begin in one and end in another. In

@@ -1,7 +1,7 @@
-"""What users call on annotated modules, besides forward and backward.
+"""`unshard`, `reshard`, `no_sync`, `reduce_gradients`, `reset` and others for annotated modules.
 
-These calls and scopes say when parameters are unsharded, when gradients are reduced, and that a
-step is given up.
+Users call them besides forward and backward. These calls and scopes say when parameters are
+unsharded, when gradients are reduced, and that a step is given up.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class MeshInfo:
 
 
 def mesh_info_of_shards(
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh,
     device: torch.device,
     *,
     shard_dim: int = 0,
@@ -84,9 +84,6 @@ def mesh_info_of_shards(
     Args:
         post_forward_ranks: divides the number of ranks of the shard dimension.
     """
-    if mesh is None:
-        comm = comm_of(None, device)
-        return MeshInfo(None, comm, comm, device=device)
     group = mesh.get_group(shard_dim)
     shard, every = comm_of_messages(group, device), comm_of(group, device)
     replicate = post_forward = None

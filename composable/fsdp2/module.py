@@ -25,7 +25,6 @@ from composable.config import MixedPrecisionPolicy
 from composable.contract.contract import Method, bind_method, unbind_method
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.gradients.grad_bucket import SyncMode
-from composable.engine.params.param_group import ParamGroup
 from composable.engine.step.observer import OBSERVERS, Observer
 from composable.engine.step.root import roots_of
 from composable.engine.step.unit import Unit, units_below
@@ -565,7 +564,7 @@ class State:
 
     @property
     def _fsdp_param_groups(self) -> list[_Group]:
-        return [_Group(group) for group in self._unit.groups]
+        return [_Group() for _ in self._unit.groups]
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce what was accumulated below this unit, unless `no_sync` is open around the step.
@@ -578,8 +577,5 @@ class State:
 
 
 class _Group:
-    def __init__(self, group: ParamGroup) -> None:
-        self.group = group
-
     def post_backward(self) -> None:
         """Nothing: `_root_post_backward_final_callback` reduces all groups."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,12 @@ from composable.api.arguments import Placement
 from composable.api.explicit_calls import register_forward_method
 from composable.api.mesh import Mesh, MeshDims, MeshPlan
 from composable.checked import checked
-from composable.contract.contract import modules_of, registry
+from composable.contract.contract import Target, modules_of, registry
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.step.unit import Unit
 from composable.errors import NotAnnotatedError
 from composable.fsdp2.module import AUTOMATIC, FSDPModule, State, give_methods
 from composable.torch_private import FSDP2Module
-
-Target = TypeVar("Target", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(

@@ -90,15 +90,13 @@ def _groups_of(parameters: list[Tensor]) -> list[dist.ProcessGroup]:
     """
     found: dict[dist.ProcessGroup, None] = {}
     for parameter in parameters:
-        group = model_group_of(parameter)
-        if group is not None:
+        if (group := model_group_of(parameter)) is not None:
             found[group] = None
         if isinstance(parameter, DTensor):
             found |= dict.fromkeys(groups_sharded_over(parameter.device_mesh, parameter.placements))
     groups = sorted(found, key=dist.get_world_size, reverse=True)
-    return (
-        groups[:1] if groups and dist.get_world_size(groups[0]) == dist.get_world_size() else groups
-    )
+    has_all = groups and dist.get_world_size(groups[0]) == dist.get_world_size()
+    return groups[:1] if has_all else groups
 
 
 def _extended(unscale: Callable[..., Found]) -> Callable[..., Found]:

@@ -148,7 +148,7 @@ class Stepping(ABC):
 
     @staticmethod
     def copy_attributes(parameter: Any, copy: Any) -> None:
-        """Give a parameter that code is handed what users have set on `parameter`."""
+        """Copy what users have set on `parameter` to one that the optimizer's code gets instead."""
         copy_attributes(parameter, copy)
 
     def _refuse_unreduced(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
@@ -156,15 +156,15 @@ class Stepping(ABC):
 
     @abstractmethod
     def _takes(self, optimizer: Optimizer) -> bool:
-        """Whether the step that begins is given other tensors."""
+        """Whether the step that begins gets other tensors."""
 
     @abstractmethod
     def _groups_for(self, stand_in: StandIn) -> tuple[list[State], Any]:
-        """The groups that its code is given, which asks now, and the state."""
+        """Make the groups and the state for the optimizer's code, when it asks for its groups."""
 
     @abstractmethod
     def _finish(self, optimizer: Optimizer) -> None:
-        """The step has ended. Called once more before the next one, for one that an error ended."""
+        """End the step. Called once more before the next one, since an error may have ended it."""
 
     # --- copies ----------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class Stepping(ABC):
         )
 
     def _arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What its code is called with: a stand-in, and what the user has passed."""
+        """The arguments of the optimizer's code: a stand-in, and what the user has passed."""
         return args, kwargs
 
     def _give_up(self, optimizer: Optimizer) -> None:
@@ -224,7 +224,7 @@ class Stepping(ABC):
             return
         self._finish(optimizer)
         if isinstance(args[0], StandIn):
-            # Hooks after this one are handed it, too, and see what the user's optimizer has.
+            # Hooks after this one get it, too, and see what the user's optimizer has.
             args[0].stepping, args[0].state = None, optimizer.state
 
     def keep_next_to_step(self, optimizer: Optimizer) -> None:
@@ -315,7 +315,7 @@ class LocalStep:
     def begin(
         cls, optimizer: Optimizer, groups: Sequence[State], *, check_state: bool
     ) -> LocalStep | None:
-        """Take gradients to local tensors, unless they cannot be stepped so: then None."""
+        """Give the local tensors their gradients; None if they have no equal local step."""
         try:
             return cls(optimizer, groups, check_state=check_state)
         except _NotLocal:
@@ -459,7 +459,7 @@ class ShardStepping(Stepping):
 
     @override
     def _takes(self, optimizer: Optimizer) -> bool:
-        # A hook after this object's, which another hook has just registered, would be handed the
+        # A hook after this object's, which another hook has just registered, would get the
         # stand-in. Tensors that are made in inference mode have no version counter.
         declines = (
             next(reversed(step_hooks(optimizer)[0])) != self._before.id

@@ -363,6 +363,7 @@ def _row(
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
+    # `nbytes` is not there for sparse tensors, which a module without an annotation may have
     return sum(each.numel() * each.element_size() for each in tensors)
 
 

@@ -183,7 +183,7 @@ def test_all_ranks_of_a_mesh_that_are_not_all_of_the_job_get_a_group() -> None:
 @spmd(ranks=2)
 def test_a_mesh_info_over_ranks_can_be_neither_copied_nor_pickled() -> None:
     alone, among_all = (
-        mesh_info_of_shards(None, CPU),
+        mesh_info_of_replicas(None, CPU),
         mesh_info_of_shards(init_device_mesh("cpu", (2,)), CPU),
     )
     assert pickle.loads(pickle.dumps(alone)).all.size == 1

@@ -53,9 +53,10 @@ from composable.errors import (
     MeshError,
     OptimizerError,
     PhaseError,
-    closest,
+    did_you_mean,
     few,
 )
+from composable.extras.averaging.ema import refuse_other_names
 from composable.seams import (
     Param,
     StandIn,
@@ -131,11 +132,11 @@ def _group_over(caller: str, unit: Unit, info: MeshInfo, over: Over) -> dist.Pro
         return mesh.get_group(1 - info.shard_dim)
     if over == REPLICAS and not unit.is_sharded:
         return mesh.get_group()
-    near = "".join(f"; did you mean '{name}'?" for name in closest(over, names))
     raise MeshError(
         f"{caller}: the mesh of unit '{unit.name}', {describe_mesh(mesh)}, has no dimension"
-        f" '{over}'{near}. Its dimensions are {', '.join(map(repr, names)) or 'without names'}; for"
-        " ranks outside of it, pass their process group or mesh"
+        f" '{over}'{did_you_mean(over, names)}. Its dimensions are"
+        f" {', '.join(map(repr, names)) or 'without names'}; for ranks outside of it, pass their"
+        " process group or mesh"
     )
 
 
@@ -735,12 +736,7 @@ class LocalSteps:
             KeyError: names are missing, or unknown.
         """
         saved = state_dict["backups"]
-        differ = sorted(saved.keys() ^ self._backups.keys())
-        if differ:
-            raise KeyError(
-                f"{_CALLER}: {few([*map(repr, differ)])} is in only one of the state dict and"
-                " the model"
-            )
+        refuse_other_names(_CALLER, saved, self._backups, "model")
         self.steps = int(state_dict["steps"])
         outer_state: dict[Tensor, Any] = {}
         for fqn, backup in self._backups.items():

@@ -32,6 +32,16 @@ def _local(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach()
 
 
+def refuse_other_names(
+    caller: str, loaded: Mapping[str, Any], own: Mapping[str, Any], of: str
+) -> None:
+    """Raise if a state dict has other names than what it is loaded into, which is called `of`."""
+    if differ := sorted(loaded.keys() ^ own.keys()):
+        raise KeyError(
+            f"{caller}: {few([*map(repr, differ)])} is in only one of the state dict and the {of}"
+        )
+
+
 def _copied(tensor: Tensor) -> Tensor:
     return gradient_like(cloned(_local(tensor)), tensor)
 
@@ -205,12 +215,7 @@ class EMA:
         """
         called("EMA.load_state_dict()")
         loaded = state_dict["averages"]
-        differ = sorted(loaded.keys() ^ self._averages.keys())
-        if differ:
-            raise KeyError(
-                f"EMA: {few(list(map(repr, differ)))} is in only one of the state dict and the"
-                " average"
-            )
+        refuse_other_names("EMA", loaded, self._averages, "average")
         for name, average in self._averages.items():
             _refuse_foreign(name, loaded[name], average)
         self._decay = state_dict["decay"]

@@ -626,7 +626,7 @@ def as_loaded(
     loaded: dict[Tensor, Any],
 ) -> None:
     """Let torch's code, and the optimizer's `__setstate__`, make of state what they make of it in
-    one process, such as other dtypes. They are given matrices, as a step is.
+    one process, such as other dtypes. They get matrices, as a step does.
 
     Args:
         loaded: what this rank owns of parameters; changed in place.

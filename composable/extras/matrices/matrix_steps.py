@@ -82,7 +82,7 @@ _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class _Given:
-    """What a stand-in is given: groups, and the state that it has."""
+    """What a stand-in gets: groups, and the state that it has."""
 
     def __init__(self, groups: list[State]) -> None:
         self._groups = groups
@@ -188,7 +188,7 @@ class _MatrixStep:
             self._copies[matrix] = copy
 
     def open(self, number: int, groups: list[State], state: Any) -> None:
-        """Put matrices of a batch that are here into groups and state that code is given."""
+        """Put matrices of a batch that are here into the groups and state that the code gets."""
         self._land("gradients", number)
         for matrix in filter(lambda matrix: matrix.is_mine, self._batches[number]):
             copy = self._copies[matrix]
@@ -376,7 +376,7 @@ class MatrixStepping(Stepping):
         return self._others.groups, state
 
     def _begin(self, stand_in: StandIn, enabled: bool) -> Any:
-        """Step all batches but the last one. Returns the state that the code is given for it."""
+        """Step all batches but the last one. Returns the state that the code gets for it."""
         optimizer = stand_in.optimizer
         parameters = parameters_of(optimizer)
         self._refuse_unreduced(optimizer, parameters)
@@ -651,7 +651,7 @@ def _is_number(value: Any) -> bool:
 def _kept_by(optimizer: Optimizer) -> str | None:
     """An attribute in which it keeps parameters, tensors of their shapes, or an optimizer of them.
 
-    Its code would take them for what it is given.
+    Its code would take them for what it gets.
     """
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "defaults"):
