@@ -41,7 +41,7 @@ MOVED_IN: Final = ("features/activations.py", "features/traced.py")
 # What extras may import besides `seams`: the layers below the engine, and the public names.
 GROUND: Final = (
     "comm", "memory", "contract", "policies", "tensors", "config", "torch_private", "errors",
-    "compilation", "checked",
+    "compilation", "checked", "deprecation",
 )  # fmt: skip
 _NO_CODE: Final = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -12,6 +12,7 @@ from typing import Final
 
 import pytest
 
+from composable.deprecation import renamed_argument
 from docs.notes import notes
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -64,6 +65,18 @@ def test_an_import_tells_of_the_other_project_with_this_name(tmp_path: Path) -> 
         )  # fmt: skip
         assert ran.returncode == 0
         assert (said in ran.stderr) if said else ("composable" not in ran.stderr)
+
+
+def test_a_renamed_argument_is_taken_under_both_names_and_the_old_one_warns() -> None:
+    @renamed_argument("enable", "enabled", gone_in="0.3")
+    def scope(name: str, *, enabled: bool = True) -> tuple[str, bool]:
+        return name, enabled
+
+    assert scope("a", enabled=False) == ("a", False)  # and no warning, which would be an error
+    with pytest.warns(DeprecationWarning, match=r"scope\(enable=\) is now enabled=.* 0\.3"):
+        assert scope("a", enable=False) == ("a", False)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="which are one argument"):
+        scope("a", enable=False, enabled=False)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("status", [0, 1])
