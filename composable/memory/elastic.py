@@ -205,9 +205,7 @@ def with_own_storage(view: Tensor) -> Tensor:
         if view.device.type == "meta":
             return view.new_empty(view.shape)  # `empty_like` runs in Python there
         try:
-            # as bytes, since DLPack does not know all dtypes
-            capsule = view.detach().view(torch.uint8).__dlpack__()
-            octets = from_dlpack(capsule)
+            octets = from_dlpack(view.detach().view(torch.uint8))  # DLPack does not know all dtypes
         except (BufferError, RuntimeError, TypeError, ValueError):
             return view
         return octets.view(view.dtype)
