@@ -94,13 +94,13 @@ class Dispatcher:
 
     @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Leave the brackets, innermost first. If forward raised, torch passes None as the
-        output.
+        """Leave the brackets, innermost first. torch calls this, too, when forward or a hook of the
+        user's after it has raised.
         """
         if not self._calls:
             return output  # a user's hook raised before `before` was called
         entered, handled = self._calls[-1]
-        if output is None and sys.exception() is not handled:
+        if sys.exception() is not handled:
             self._fail(module)
             return None
         try:

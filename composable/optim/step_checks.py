@@ -97,7 +97,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     owners = dict.fromkeys([label.owner for _, label in labelled if label.owner is not None])
     units = [unit for owner in owners if (unit := owner()) is not None]
     for unit in units:
-        unit.refuse_offloaded(step)
+        if unit.is_offloaded:  # asked here, since a call for each unit would take longer
+            unit.refuse_offloaded(step)
     refuse_split(step, units)
     if not runs_in_backward:
         for root in dict.fromkeys([unit.root for unit in units if unit.root is not None]):

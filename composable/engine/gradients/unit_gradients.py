@@ -85,6 +85,7 @@ class UnitGradients:
     Attributes:
         on_gradient: called when autograd has accumulated a gradient.
         on_gradient_at_rest: the same, on an at-rest parameter that modules do not compute with.
+            Returns whether backward is still to bring the gradient of the unit's forward.
         name: of the unit, in messages.
         params, groups: of the unit.
         buckets: for all that is reduced where backward leaves the unit, or the next one with
@@ -101,7 +102,7 @@ class UnitGradients:
     spec: GradientSpec
 
     on_gradient: Callable[[ManagedParam], None]
-    on_gradient_at_rest: Callable[[ManagedParam], None]
+    on_gradient_at_rest: Callable[[ManagedParam], bool]
 
     def __init__(self) -> None:
         self.name = ""
@@ -115,7 +116,7 @@ class UnitGradients:
     def tell(
         self,
         on_gradient: Callable[[ManagedParam], None],
-        on_gradient_at_rest: Callable[[ManagedParam], None],
+        on_gradient_at_rest: Callable[[ManagedParam], bool],
     ) -> None:
         """Call these from now on."""
         self.on_gradient, self.on_gradient_at_rest = on_gradient, on_gradient_at_rest
@@ -231,7 +232,6 @@ class UnitGradients:
         |                       | rank's gradient (`defer_hooks`)                                |
         | another one           | likewise; autograd accumulates there only if the parameter is  |
         |                       | read outside of its module: `arrived_at_rest` is called        |
-        | another one, one rank | stay: its gradient is right wherever it came                   |
 
         What is in `arrivals` can be ignored. Sparse gradients cannot, nor the hooks of users that
         `arrived` makes due where one rank trains alone.
@@ -245,7 +245,7 @@ class UnitGradients:
         hook = defer_hooks if in_place else hook_accumulation
         arrival, undo = hook(parameter, _when_accumulated(UnitGradients.arrived, self, param))
         self._undo.append(undo)
-        if not (in_place or is_alone):
+        if not in_place:
             read_apart = _when_accumulated(UnitGradients.arrived_at_rest, self, param)
             self._undo.append(defer_hooks(param.at_rest, read_apart)[1])
         if not (is_sparse or (in_place and is_alone)):
@@ -264,9 +264,15 @@ class UnitGradients:
         self.on_gradient(param)
 
     def arrived_at_rest(self, param: ManagedParam, form: Tensor) -> None:
-        """Autograd has accumulated on an at-rest parameter that modules do not compute with."""
-        if param.at_rest is form:
-            self.on_gradient_at_rest(param)
+        """Autograd has accumulated on an at-rest parameter that modules do not compute with. Hooks
+        of users run once, with the sum: when backward has been in the unit, if it is to come there.
+        """
+        if param.at_rest is not form:
+            return  # that parameter was replaced
+        if self.on_gradient_at_rest(param):
+            for bucket in (*self.buckets, *self._arrive_in):
+                bucket.owe_hooks(param.at_rest)
+        else:
             run_post_accumulate_hooks(param.at_rest)
 
     def ignore(self) -> None:

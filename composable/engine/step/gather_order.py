@@ -132,7 +132,8 @@ class GatherOrder:
 
         Units over fewer ranks (experts) do not count, since not every rank enters them. One of them
         is gathered ahead as well if it is the very next unit, and otherwise none. A replicated unit
-        next to shards gathers none ahead, unless it is the root: some ranks may skip it.
+        next to shards, which only casts, is not gathered ahead, and gathers none ahead unless it is
+        the root: some ranks may skip it.
 
         Args:
             forward: that is under way, maybe around a backward.
@@ -144,6 +145,8 @@ class GatherOrder:
         for other in following:
             if not missing:
                 break
+            if other.kind is UnitKind.BESIDE:
+                continue
             if other.mesh_info.all is comm:
                 missing -= 1
             elif not is_first or other.mesh_info.all.size >= comm.size:

@@ -35,7 +35,7 @@ from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded
 from composable.engine.step.observer import OBSERVERS, Observer, notify
 from composable.engine.step.root import Root, plan_root, root_for_call
-from composable.engine.step.unit import Need, Unit, UnitCall
+from composable.engine.step.unit import GradientHooks, Need, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
 from composable.memory.elastic import comes_and_goes
 from composable.tensors import plain_parts
@@ -249,8 +249,13 @@ def _gradient_arrived(unit: Unit, param: ManagedParam) -> None:
     (unit.root or plan_root(unit)).on_gradient(unit, param)
 
 
-def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
-    """Autograd has accumulated on an at-rest parameter that modules do not compute with."""
+def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> bool:
+    """Autograd has accumulated on an at-rest parameter that modules do not compute with. Returns
+    whether backward is still to bring the gradient of the unit's forward.
+    """
+    comes = unit.step.pending > 0 or unit.is_in_backward
+    if unit.gradients.mesh_info_of(param).all.size == 1:
+        return comes  # one rank's gradient is right wherever it came
     root = unit.root
     if root is not None:  # none before the first forward: a penalty alone
         root.on_gradient_at_rest(unit, param)
@@ -265,10 +270,11 @@ def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
             unit.name,
             param.fqn,
         )
+    return comes
 
 
 # what `Unit.initialize` takes
-GRADIENT_HOOKS: Final = (_gradient_arrived, _gradient_arrived_at_rest)
+GRADIENT_HOOKS: Final[GradientHooks] = (_gradient_arrived, _gradient_arrived_at_rest)
 
 
 # --- outputs: where backward comes back ---------------------------------------------------------

@@ -68,6 +68,11 @@ def in_a_hook_on_the_unit(model: nn.Module, x: Tensor) -> None:
         _caught(lambda: model(x))
 
 
+def in_a_hook_on_the_root_before_the_engine(model: nn.Module, x: Tensor) -> None:
+    with model.register_forward_hook(_fail, prepend=True):
+        _caught(lambda: model(x))
+
+
 def in_a_pre_hook_on_the_unit(model: nn.Module, x: Tensor) -> None:
     with model.get_submodule("other").register_forward_pre_hook(_fail):
         _caught(lambda: model(x))
@@ -127,6 +132,7 @@ FAILURES: Final[dict[str, Callable[[nn.Module, Tensor], None]]] = {
         in_a_hook_on_the_unit,
         in_a_pre_hook_on_the_unit,
         in_a_hook_on_the_root,
+        in_a_hook_on_the_root_before_the_engine,
         in_forward_twice,
         in_backward,
         in_backward_of_the_first_module,

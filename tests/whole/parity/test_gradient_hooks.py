@@ -5,6 +5,7 @@ make of the gradient.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Final
 
@@ -13,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from composable import (
+    MixedPrecisionPolicy,
+    apply_optimizer_in_backward,
     checkpoint,
     contract,
     fully_shard,
@@ -53,6 +57,40 @@ def test_hooks_are_called_unit_by_unit_as_gradients_land_and_can_be_removed() ->
     calls.clear()
     model(x).sum().backward()
     assert calls == NAMES[:1]
+
+
+def _sum_of_squares(parameter: Tensor) -> Tensor:
+    found = parameter.square().sum()
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+@spmd(ranks=[1, 2])
+@pytest.mark.parametrize("annotate", [fully_shard, replicate])
+def test_hooks_are_called_once_where_a_penalty_reads_parameters_too(
+    annotate: Callable[..., nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(current_device())
+    x, calls = torch.ones(2, 3, device=current_device()), list[str]()
+    for policy in (None, MixedPrecisionPolicy(param_dtype=torch.float64)):
+        plain, model = copy.deepcopy(original), copy.deepcopy(original)
+        annotate(model, mp_policy=policy)
+        for name, parameter in model.named_parameters():
+            hook = lambda _, name=name: calls.append(name)  # noqa: E731
+            parameter.register_post_accumulate_grad_hook(hook)
+        apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for reads in (True, True, False):  # the last time the penalty comes alone
+            for each in (plain, model):
+                penalties = [_sum_of_squares(p) for p in each.parameters()]
+                loss = each(x).float().square().mean() if reads else x.new_zeros(())
+                (loss + 0.1 * torch.stack(penalties).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert sorted(calls) == sorted(NAMES)
+            calls.clear()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(mine), theirs)
 
 
 class _Twice(nn.Module):

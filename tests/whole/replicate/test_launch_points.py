@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable import fully_shard, replicate
+from composable import MixedPrecisionPolicy, fully_shard, replicate
 from composable.comm.backends import comms_wrapped_by
 from composable.comm.base import Comm
 from tests.helpers.communicators import Log, Recording, all_ordered
@@ -90,11 +91,31 @@ class Reader(nn.Module):
         return self.second(x)  # type: ignore[no-any-return]
 
 
+class SkippedCast(nn.Module):
+    """A replicated unit that computes in another dtype; from some step on only rank 0 runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (Block(WIDTH, WIDTH) for _ in range(3))
+        self.cast = Chain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if not self.apart or dist.get_rank() == 0:
+            x = x + self.cast(x).to(x.dtype)
+        return self.third(self.second(x))  # type: ignore[no-any-return]
+
+
 def _mixed(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Chain):
             replicate(module, bucket_cap_mb=0.0001)
     fully_shard(model, policy={Block})
+
+
+def _cast(model: nn.Module) -> None:
+    replicate(model.cast, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    fully_shard(model, policy={Block}, reshard_after_forward=True)
 
 
 def _replicated(model: nn.Module) -> None:
@@ -159,5 +180,6 @@ def test_all_ranks_launch_what_one_launches_and_what_is_sharded_in_one_order(
 def test_ranks_may_come_to_use_different_replicated_units_after_some_steps(
     pool: Pool, ranks: int, ordered: bool
 ) -> None:
-    labels = pool.run(ranks, _train, OneOfTwo, _mixed, ordered, 2)
-    assert labels == [labels[0]] * ranks
+    for kind, annotate in ((OneOfTwo, _mixed), (SkippedCast, _cast)):
+        labels = pool.run(ranks, _train, kind, annotate, ordered, 2)
+        assert labels == [labels[0]] * ranks
