@@ -83,7 +83,7 @@ class ArrivalBucket(GradBucket):
 
     Attributes:
         missing: whose hooks autograd has not called; None where only the last one has a hook.
-        silent: by what it would tell of the others.
+        silent: the hooks of all but the last parameter, which autograd does not call until `close`.
         late: it is launched at the end of backward.
     """
 
@@ -394,11 +394,11 @@ class PostBackward:
     # --- in a backward ---------------------------------------------------------------------------
 
     def begin_unit(self, unit: UnitGradients, due: Due) -> None:
-        """Backward has come to the outputs of `unit`."""
+        """Backward has come to the outputs of `unit`: it is to be reduced."""
         due.to_reduce.pop(unit, None)
         due.to_reduce[unit] = None
         if unit.spec.kind is not UnitKind.ARRIVAL:
-            # It will be reduced, whichever gradients come: autograd need not tell of them.
+            # whichever gradients come: autograd calls none of its hooks until `reduce`
             unit.ignore()
 
     def end_unit(self, unit: UnitGradients, due: Due) -> None:

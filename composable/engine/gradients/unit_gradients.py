@@ -224,14 +224,15 @@ class UnitGradients:
     # --- when gradients arrive -------------------------------------------------------------------
 
     def _listen_for(self, param: ManagedParam) -> None:
-        """Let autograd call `arrived` when it has accumulated a gradient of `param`.
+        """Let autograd call `arrived` when it has accumulated a gradient on what modules compute
+        with, and `arrived_at_rest` on an at-rest parameter that is another tensor.
 
         | modules compute with  | hooks of users on the at-rest parameter                        |
         |-----------------------|----------------------------------------------------------------|
         | the at-rest parameter | are taken from autograd, which would call them with this       |
         |                       | rank's gradient (`defer_hooks`)                                |
-        | another one           | likewise; autograd accumulates there only if the parameter is  |
-        |                       | read outside of its module: `arrived_at_rest` is called        |
+        | another one           | likewise; autograd accumulates there if the parameter is read  |
+        |                       | outside of its module, as by a penalty                         |
 
         What is in `arrivals` can be ignored. Sparse gradients cannot, nor the hooks of users that
         `arrived` makes due where one rank trains alone.

@@ -387,7 +387,7 @@ def defer_hooks(
     """
     users = _of_users(hooks_after_accumulation(parameter))
     deferred = getattr(users, "deferred", None)
-    if deferred is None:  # an empty one is false, and handles of users know it
+    if deferred is None:  # not `or`: an empty table is false, and handles of users refer to it
         deferred = DeferredHooks(users)
     deferred.of_engine = arrived
     parameter._post_accumulate_grad_hooks = deferred

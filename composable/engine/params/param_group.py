@@ -625,14 +625,14 @@ class ParamGroup(ABC):
         if self.state is ShardedState.UNSHARDED:
             increment_version(list(compress(self._compute_counters, moved)))
         self._compute_versions = tuple(map(add, self._compute_versions, moved))
-        # What is not gathered, because modules compute with the memory of the at-rest parameter: a
-        # plain tensor shares its counter, which an operator on a `DTensor` does not move.
+        # Modules compute with the memory of parameters that are not gathered. A plain tensor shares
+        # the memory's counter, which the write has moved, unless an operator on a `DTensor` wrote.
         behind = [
             param.compute
-            for param, is_written, shared in compress(
+            for param, is_written, counted in compress(
                 zip(self.params, written, in_memory, strict=True), self._stays
             )
-            if is_written and (not shared or isinstance(param.compute, DTensor))
+            if is_written and (not counted or isinstance(param.compute, DTensor))
         ]
         if behind:
             increment_version(behind)

@@ -62,7 +62,8 @@ _BROADCAST: Final = Launch("broadcast of buffers")
 _is_alive: Final = partial(is_not, None)
 _WARNED: Final[WeakSet[nn.Module]] = WeakSet()  # models that `_warn_of_unmanaged_around` has named
 Holder = tuple[Unit, ManagedParam]
-_Row = tuple[Any, ...]  # what was found, by which function in C, and lists of its arguments
+# what was found, and how to look again: a function in C, and lists of its arguments
+_Row = tuple[Any, ...]
 
 
 class Preparation:
@@ -104,7 +105,7 @@ class Preparation:
         if self._watched is not None and self._unchanged(*self._watched):
             return
         self._watched = None
-        for unit in root.units:  # whose roots are planned anew, so that nothing is watched
+        for unit in root.units:  # to offload one makes its roots anew, which have watched nothing
             unit.refuse_offloaded("forward")
         # `summon_full_params` shows other tensors, in which ties are no news
         if not root.in_step and not any(unit.shown_by for unit in root.units):

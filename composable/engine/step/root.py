@@ -138,7 +138,8 @@ class Step:
         history: calls of units with gradients, as they began, from the first on whose backward has
             not come. Recomputation looks for them; a checkpoint that runs one of more than
             `REMEMBERED` calls again does not enter the units around it first.
-        thread: that runs the forward, by None. Which of two comes first is decided in C.
+        thread: `{None: the thread that runs the forward}`. A dict, since `setdefault` is atomic: of
+            two threads one wins.
     """
 
     iteration: Iteration | None = None
@@ -310,8 +311,9 @@ class Root:
         2. With gradients, the units around note that this one ran inside: backward asks.
         3. Units that were kept after forward are freed, as memory is about to be taken.
         4. The unit is gathered, and others ahead (`GatherOrder.pre_forward`). Ranks may compare.
-        5. Inside of another call the call notes whether backward enters it on all ranks. Not for
-           buckets by arrival, unless several roots share the unit.
+        5. If backward will enter the unit on all ranks, its outputs get a node, also where this
+           rank uses no parameter of it (`UnitCall.anchors`). Not for units whose gradients are
+           reduced by arrival, unless several roots share them.
 
         Args:
             inputs: of the module; None if this rank does not compute it.
@@ -413,8 +415,8 @@ class Root:
             self.end_unseen()
         if self.step.iteration is not None:
             return  # another loss may use the graph of a gradient penalty
-        # Graphs of gradient penalties end with a forward with gradients, or a write, when a
-        # backward without create_graph=True has ended the step.
+        # No step is open, since a backward without create_graph=True has ended. A graph of an
+        # earlier gradient penalty lives until a forward with gradients, or a write to parameters.
         for unit in self.units:
             if Need.GRAPH in unit.step.needed_by and (
                 grad or any(group.is_stale for group in unit.groups)
@@ -501,9 +503,9 @@ class Root:
            this forward raised, and that was caught: that one is lost.
         3. What was needed by forward only is given up, also in shared units, of whose modules this
            forward may have called some.
-        4. Units are freed, but for those that backward comes to: of them `_reshard_after_forward`
-           has decided, or some of their modules have not run, whose weights may have been read
-           (fused losses). An evaluation frees also what it found gathered.
+        4. Units that no backward comes to are freed. About the others `_reshard_after_forward` has
+           decided. (If some of a unit's modules have not run, it stays: fused losses may have read
+           their weights.) An evaluation also frees what it found gathered.
         """
         forward = self.step.forward
         assert forward is not None
@@ -621,14 +623,15 @@ class Root:
         """Backward comes to `unit`, in which it is not. Returns what will probably follow.
 
         First it leaves the other active units, the innermost first: they are freed, and reduced if
-        no other forward of theirs waits for its backward. Ranks that skip `unit` (an expert, or
-        replicated next to shards) leave them later, but in the same order: all ranks launch alike.
+        no other forward of theirs waits for its backward, and it is not UNSEEN (these are reduced
+        at the end: `remaining`). Ranks that skip `unit` (an expert, or replicated next to shards)
+        leave them later, but in the same order: all ranks launch alike.
 
         | an active unit stays if it         | because                                             |
         |------------------------------------|-----------------------------------------------------|
         | encloses `unit`, or lies in it     | backward is in both                                 |
-        | waits for one more backward, and   | on these ranks backward may come to it again next,  |
-        | some ranks skip `unit`             | without having left it                              |
+        | waits for one more backward, and   | where `unit` is skipped, backward may come to it    |
+        | some ranks skip `unit`             | again next, without having left it                  |
         """
         ran_inside = unit.relations.ran_inside
         for other in [*reversed(iteration.active)]:
