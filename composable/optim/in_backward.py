@@ -263,7 +263,8 @@ def apply_optimizer_in_backward(
 
     Under `no_sync`, only the backward that reduces steps. If a backward raises, it may have stepped
     a part of the model, and perhaps another part on each rank. Load the last checkpoint before you
-    continue. You cannot use a `GradScaler`.
+    continue. You cannot use a `GradScaler`. A loss with a penalty that reads sharded parameters
+    would step them twice, and is refused: use `weight_decay`.
 
     Args:
         optimizer_class: a class of `torch.optim`, or your own class if it steps each parameter

@@ -125,7 +125,6 @@ class GradBucket:
             is part of the gradient.
         trainable: which of its parameters get a gradient.
         accumulated: gradients that wait to be reduced.
-        hooks_due: indices of parameters whose post-accumulate hooks are still to be called.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class GradBucket:
         # Under no_sync users' post-accumulate hooks wait for its end, also where gradients land
         # before: on one rank, or by level="replicate" on a mesh without replicas.
         self._hooks_wait = False
-        self.hooks_due: dict[int, None] = {}
+        self._hooks_due: dict[int, None] = {}  # parameters whose hooks wait
         # sums that have landed, whose rows were not read yet, and parameters that need it
         self._undecided: list[tuple[Reduction, list[int]]] = []
         # tables to which users add hooks, see `has_post_accumulate_hooks`
@@ -378,21 +377,15 @@ class GradBucket:
         if merges:
             self._merge(parameters, grads, gradients)
         if after:
-            self.hooks_due.update(dict.fromkeys(indices))
-        if self.hooks_due and not self._hooks_wait:
+            self._hooks_due.update(dict.fromkeys(indices))
+        if self._hooks_due and not self._hooks_wait:
             self.run_hooks()
-
-    def owe_hooks(self, parameter: nn.Parameter) -> None:
-        """A part of its gradient came another way: call its hooks when the rest has landed."""
-        for index, each in enumerate(self.at_rest):
-            if each is parameter:
-                self.hooks_due[index] = None
 
     def run_hooks(self) -> None:
         """Call post-accumulate hooks of users for what has landed, under `no_sync`, too. No message
         depends on them: other ranks may have none.
         """
-        due, self.hooks_due = self.hooks_due, {}
+        due, self._hooks_due = self._hooks_due, {}
         for index in due:
             run_post_accumulate_hooks(self.at_rest[index])
 
@@ -445,7 +438,7 @@ class GradBucket:
             local = self.in_place and (begun or reduction is not None)
             # of what waits under no_sync, plain tensors are known by the mark alone
             lost = local or (self.accumulated.marks and self.accumulated.backwards)
-            self._undecided, self.hooks_due = [], {}
+            self._undecided, self._hooks_due = [], {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None
             for parameter in self.at_rest:

@@ -271,8 +271,6 @@ class Buckets:
                         _refuse_second_gradient(bucket.unit, param)
             bucket.land()
             bucket.decide()
-            if bucket.hooks_due and bucket.unit.accumulation.now is SyncMode.REDUCE:
-                bucket.run_hooks()
             bucket.close()
         self.is_open = False
         # On ranks without any gradient, too: the order is broadcast. Not under `no_sync`, where no

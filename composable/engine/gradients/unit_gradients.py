@@ -85,7 +85,6 @@ class UnitGradients:
     Attributes:
         on_gradient: called when autograd has accumulated a gradient.
         on_gradient_at_rest: the same, on an at-rest parameter that modules do not compute with.
-            Returns whether backward is still to bring the gradient of the unit's forward.
         name: of the unit, in messages.
         params, groups: of the unit.
         buckets: for all that is reduced where backward leaves the unit, or the next one with
@@ -102,7 +101,7 @@ class UnitGradients:
     spec: GradientSpec
 
     on_gradient: Callable[[ManagedParam], None]
-    on_gradient_at_rest: Callable[[ManagedParam], bool]
+    on_gradient_at_rest: Callable[[ManagedParam], None]
 
     def __init__(self) -> None:
         self.name = ""
@@ -116,7 +115,7 @@ class UnitGradients:
     def tell(
         self,
         on_gradient: Callable[[ManagedParam], None],
-        on_gradient_at_rest: Callable[[ManagedParam], bool],
+        on_gradient_at_rest: Callable[[ManagedParam], None],
     ) -> None:
         """Call these from now on."""
         self.on_gradient, self.on_gradient_at_rest = on_gradient, on_gradient_at_rest
@@ -265,15 +264,9 @@ class UnitGradients:
         self.on_gradient(param)
 
     def arrived_at_rest(self, param: ManagedParam, form: Tensor) -> None:
-        """Autograd has accumulated on an at-rest parameter that modules do not compute with. Hooks
-        of users run once, with the sum: when backward has been in the unit, if it is to come there.
-        """
-        if param.at_rest is not form:
-            return  # that parameter was replaced
-        if self.on_gradient_at_rest(param):
-            for bucket in (*self.buckets, *self._arrive_in):
-                bucket.owe_hooks(param.at_rest)
-        else:
+        """Autograd has accumulated on an at-rest parameter that modules do not compute with."""
+        if param.at_rest is form:
+            self.on_gradient_at_rest(param)
             run_post_accumulate_hooks(param.at_rest)
 
     def ignore(self) -> None:

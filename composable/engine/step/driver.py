@@ -135,7 +135,7 @@ class Driver:
         Raises:
             PhaseError: a compiler reduces the gradients.
         """
-        return _pass(module, x, [*self._units])
+        return _pass(module, x, [*self._units], {})
 
 
 def _enter(unit: Unit, module: nn.Module) -> Visit:
@@ -144,12 +144,15 @@ def _enter(unit: Unit, module: nn.Module) -> Visit:
     return visit
 
 
-def _pass(module: nn.Module, x: Any, units: list[Unit]) -> Any:
+def _pass(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module, None]) -> Any:
     """Visit the units of `module` and below that are still in `units`; take them out."""
+    if module in seen:  # modules may refer to each other in a circle
+        return x
+    seen[module] = None
     unit = next((unit for unit in units if module in unit.modules), None)
     if unit is None:
         for child in module.children():
-            x = _pass(child, x, units)
+            x = _pass(child, x, units, seen)
         return x
     units.remove(unit)
     visit = _enter(unit, module)
@@ -162,7 +165,7 @@ def _pass(module: nn.Module, x: Any, units: list[Unit]) -> Any:
                 " wait. Run backwards of models that skip units without compiled autograd"
             )
         for child in module.children():
-            x = _pass(child, x, units)
+            x = _pass(child, x, units, seen)
         anchor = torch.zeros((), device=unit.mesh_info.device, requires_grad=unit.trains)
         # If the parameters train, backward comes to this unit on ranks that compute it. If they are
         # frozen, it does where inputs require gradients: an image tower's do not, though what this

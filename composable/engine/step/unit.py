@@ -66,10 +66,6 @@ from composable.torch_private import in_backward, locals_of
 if TYPE_CHECKING:
     from composable.engine.step.root import Root  # which a unit tells what changed
 
-# `UnitGradients.on_gradient` and `on_gradient_at_rest`, of any unit
-GradientHooks = tuple[
-    Callable[["Unit", ManagedParam], None], Callable[["Unit", ManagedParam], bool]
-]
 # `Unit.shown_by` of a scope in which ranks hold different things
 RANK0_ONLY: Final = "summon_full_params(rank0_only=True)"
 
@@ -324,7 +320,7 @@ class Unit:
     def initialize(
         self,
         spec: UnitSpec,
-        gradient_hooks: GradientHooks,
+        gradient_hooks: Sequence[Callable[[Unit, ManagedParam], None]],
         watch: Callable[[Iterable[nn.Module]], list[Callable[[], object]]],
         params: Sequence[ManagedParam] | None = None,
     ) -> None:
@@ -336,8 +332,7 @@ class Unit:
             params: of a copy, which were copied.
         """
         self.spec, self.watch = spec, watch
-        arrived, arrived_at_rest = gradient_hooks
-        self.gradients.tell(partial(arrived, self), partial(arrived_at_rest, self))
+        self.gradients.tell(*(partial(hook, self) for hook in gradient_hooks))
         self.modules = spec.modules
         if (fqn := known_fqn(spec.modules[0])) is not None:
             self.name = unit_name(fqn)
