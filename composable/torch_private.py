@@ -543,6 +543,22 @@ def step_hooks(
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # type: ignore[return-value]
 
 
+# Of the function that torch puts around `step` of every class of optimizers that was made.
+_STEP: Final = Optimizer.profile_hook_step(len).__code__
+
+
+def steps_its_base(optimizer: Optimizer) -> bool:
+    """Whether the hook of a step that asks runs for `super().step()` in the optimizer's own step.
+    torch calls all hooks for both, if an optimizer of the base class was made in the process.
+    """
+    steps = [
+        frame
+        for frame, _ in walk_stack(sys._getframe(1))
+        if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+    ]
+    return len(steps) > 1
+
+
 # What is in containers and what the containers are, apart, for other ranks to build them again.
 # torch has no public module for it.
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = pytree.tree_flatten

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from composable.torch_private import (
-    CAN_SWAP,
-    outside_inference,
-    swap_memory,
-    view_without_memory,
-)
+from composable.torch_private import CAN_SWAP, outside_inference, swap_memory, view_without_memory
 
 # Idle blocks of host memory by their size in bytes. The host's allocator returns large blocks to
 # the system, and then every use faults all pages in again; an accelerator's caching allocator does

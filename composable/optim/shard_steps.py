@@ -369,6 +369,9 @@ class LocalStep:
 
         The step has left it in the groups and the state that it saw.
         """
+        for parameter, local in zip(self._parameters, self._locals, strict=True):
+            if local.grad is None:  # the step has cleared it
+                parameter.grad = None
         self._drop_gradients()
         if optimizer.state is not self._users_state:
             return  # an error ended the step, and other state was loaded since

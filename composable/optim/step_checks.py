@@ -41,7 +41,7 @@ from composable.features.split_backwards import refuse_split
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.refusals import is_trained, refuse_unreduced
 from composable.optim.shard_steps import StandIn, Stepping, step_on_shards_unasked
-from composable.torch_private import as_tensors
+from composable.torch_private import as_tensors, steps_its_base
 
 _OTHER: Final = (
     "was replaced on its module, by an annotation, by load_state_dict(assign=True), by an"
@@ -66,8 +66,8 @@ _managed: Final[WeakKeyDictionary[Optimizer, _Stepped]] = WeakKeyDictionary()
 
 @untraced
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if isinstance(optimizer, StandIn):
-        return  # a step that calls the step of its base class: the optimizer itself was checked
+    if isinstance(optimizer, StandIn) or steps_its_base(optimizer):
+        return  # the optimizer's own step was checked
     if (stepping := Stepping.of(optimizer)) is not None:
         stepping.keep_next_to_step(optimizer)  # users may have registered hooks since
     step = f"{type(optimizer).__name__}.step"
@@ -137,6 +137,8 @@ tell_when(_when)
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     global _steps, _first
+    if steps_its_base(optimizer):
+        return  # its own step has not ended
     if _first is None or (first := _first()) is None:
         _steps, _first = 1, ref(optimizer)
     elif first is optimizer:

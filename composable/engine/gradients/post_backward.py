@@ -49,7 +49,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
-from operator import is_, ne, or_
+from operator import attrgetter, is_, ne, or_
 from typing import Final, NoReturn
 
 from typing_extensions import override
@@ -288,7 +288,7 @@ class Buckets:
         """
         ready, self._ready = self._ready, {}
         known = list(self._members)
-        comm = self._units[0].mesh_info.all
+        comm = max((unit.mesh_info.all for unit in self._units), key=attrgetter("size"))
         seen = {param: place for place, param in enumerate(dict.fromkeys([*ready, *known]))}
         absent = {param for bucket in self.buckets for param in bucket.missing or ()}
         lowest, highest = comm.min_max(

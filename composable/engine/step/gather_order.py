@@ -48,6 +48,7 @@ class Forward:
     Attributes:
         module: the outermost one.
         with_gradients: autograd records it.
+        goes_on: a step was under way when it began.
         number: when it began, on the clock of `CLOCK`.
         gathered: units whose gather was launched since it began, and that it has not entered since.
         entered: the units whose gather it has launched, as it has entered them.
@@ -57,6 +58,7 @@ class Forward:
 
     module: nn.Module
     with_gradients: bool
+    goes_on: bool
     number: int = field(default_factory=partial(next, CLOCK))
     gathered: dict[Unit, None] = field(default_factory=dict)
     entered: list[Unit] = field(default_factory=list)

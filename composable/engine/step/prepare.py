@@ -122,6 +122,9 @@ class Preparation:
         seen = [_look_into(unit, root, owners) for unit in root.units]
         if all(seen):
             self._note(around, unmanaged)
+        else:
+            at_rest = [param.at_rest for unit in root.units for param in unit.params]
+            self._freezing = _as_now(trainability, at_rest)
 
     def _note(self, around: Iterable[Unit], unmanaged: list[nn.Parameter]) -> None:
         """All is in order: write down rows of what was found, which `_unchanged` looks for again,
@@ -256,6 +259,7 @@ def _look_into(unit: Unit, root: Root, owners: Mapping[int, Holder]) -> bool:
     ):
         # `torch.func.functional_call` registers tensors of its own for one call, and they are
         # computed with
+        unit.follow()
         return False
     unit.take_back()
     _refuse_cast_in_forward(unit)

@@ -373,8 +373,9 @@ class Root:
         for root in roots_of(self.shared) if not in_backward() else ():
             root.give_up_backward()
         grad = torch.is_grad_enabled()
-        forward = self.step.forward = Forward(module, grad)
         self._give_up_kept(grad=grad)
+        saved = self.step.iteration is not None
+        forward = self.step.forward = Forward(module, grad, saved)
         explicit = self._hide()
         try:
             if grad:
@@ -387,7 +388,6 @@ class Root:
         for unit in self.units:
             if not unit.kept_by and unit not in explicit:
                 unit.free(before_step=True)
-        saved = self.step.iteration is not None
         iteration = self.step.iteration or Iteration(None)
         self.step.iteration = iteration
         for unit in explicit if not grad else ():  # goes on behind this forward
@@ -499,8 +499,9 @@ class Root:
         """The outermost module has computed.
 
         1. Its order may be that of the next forwards.
-        2. If nothing waits for a backward, the iteration ends, but for one whose backward inside of
-           this forward raised, and that was caught: that one is lost.
+        2. If nothing waits for a backward, the iteration ends. It goes on if it is older than the
+           forward (a graph of a gradient penalty waits). If its backward inside of this forward
+           raised, and that was caught, it is lost.
         3. What was needed by forward only is given up, also in shared units, of whose modules this
            forward may have called some.
         4. Units that no backward comes to are freed. About the others `_reshard_after_forward` has
@@ -515,7 +516,7 @@ class Root:
         waits = any(
             unit.step.pending > 0 or Need.UNSEEN in unit.step.needed_by for unit in self.units
         )
-        if not waits and iteration.end is None:
+        if not (waits or forward.goes_on or iteration.end is not None):
             self.step.iteration = None
         for unit in self.beside:
             unit.end_need(Need.ROOT_RUNS)

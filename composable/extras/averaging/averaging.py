@@ -73,7 +73,7 @@ from composable.seams import (
     written,
 )
 from composable.tensors import describe_mesh, gradient_like, is_packed
-from composable.torch_private import local_tensor, locals_of, parameter_around
+from composable.torch_private import local_tensor, locals_of, parameter_around, steps_its_base
 
 Over = str | DeviceMesh | dist.ProcessGroup
 
@@ -588,8 +588,8 @@ class LocalSteps:
     @untraced
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer | None = None, *_: Any) -> None:
-        if optimizer is not None and isinstance(optimizer, StandIn):
-            return  # a step that calls the step of its base class
+        if optimizer is not None and (isinstance(optimizer, StandIn) or steps_its_base(optimizer)):
+            return  # the optimizer's own step has not ended
         self._stepped[optimizer] = None
         if len(self._stepped) < len(self._inner):
             return

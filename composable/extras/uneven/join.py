@@ -66,7 +66,14 @@ from composable.seams import (
     written,
 )
 from composable.tensors import is_unreduced
-from composable.torch_private import in_backward, join_hooks, locals_of, on_zero_grad, wrap_join
+from composable.torch_private import (
+    in_backward,
+    join_hooks,
+    locals_of,
+    on_zero_grad,
+    steps_its_base,
+    wrap_join,
+)
 
 _BYTES: Final = 1024  # of a message; longer ones are followed by another
 T = TypeVar("T")
@@ -321,9 +328,9 @@ class _Scope(JoinHook):
 
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`optimizer` is about to step."""
-        if self.follows or optimizer not in self._optimizers:
+        if self.follows or optimizer not in self._optimizers or steps_its_base(optimizer):
             return
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        if [each for each in (*args[1:], kwargs.get("closure")) if each is not None]:
             raise OptimizerError(
                 f"join: {type(optimizer).__name__}.step was called with a closure, which ranks"
                 " without data do not have. Run forward and backward before the step"

@@ -51,6 +51,14 @@ def a_penalty_with_an_evaluation_in_between(model: nn.Module, x: Tensor) -> Tens
     return penalty
 
 
+def a_penalty_with_an_evaluation_and_another_loss(model: nn.Module, x: Tensor) -> Tensor:
+    penalty = _penalty(model, x)
+    with torch.no_grad():
+        model(x)
+    (penalty + model(x.cos()).square().mean()).backward()
+    return penalty
+
+
 def two_penalties_one_after_the_other(model: nn.Module, x: Tensor) -> Tensor:
     penalties = [_penalty(model, x), _penalty(model, x.cos()) + model(x).square().mean()]
     for penalty in penalties:
@@ -138,6 +146,7 @@ PROGRAMS: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
         a_penalty_alone,
         a_penalty_after_the_loss,
         a_penalty_with_an_evaluation_in_between,
+        a_penalty_with_an_evaluation_and_another_loss,
         two_penalties_one_after_the_other,
         two_penalties_backwards,
         a_penalty_of_a_penalty,

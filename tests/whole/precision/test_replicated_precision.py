@@ -433,6 +433,11 @@ def _memory_moves_before_a_functional_call() -> None:
     theirs = {name: torch.ones_like(p, dtype=BF16) for name, p in model.named_parameters()}
     torch.func.functional_call(model, theirs, (x,))
     torch.testing.assert_close(model(x), model.bias.bfloat16().expand(2, 4))
+    weight = theirs["weight"].requires_grad_()
+    for trains in (False, True):
+        model.bias.requires_grad_(trains)
+        torch.func.functional_call(model, {"weight": weight}, (x,)).sum().backward()
+        assert (model.bias.grad is not None) is trains
 
 
 def test_memory_that_was_moved_before_a_functional_call_is_followed_after_it(pool: Pool) -> None:
