@@ -17,6 +17,7 @@ from functools import partial, wraps
 from itertools import repeat
 from operator import attrgetter, is_
 from traceback import walk_stack
+from types import FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -551,12 +552,12 @@ def steps_its_base(optimizer: Optimizer) -> bool:
     """Whether the hook of a step that asks runs for `super().step()` in the optimizer's own step.
     torch calls all hooks for both, if an optimizer of the base class was made in the process.
     """
-    steps = [
-        frame
-        for frame, _ in walk_stack(sys._getframe(1))
-        if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
-    ]
-    return len(steps) > 1
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None and steps < 2:
+        steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps > 1
 
 
 # What is in containers and what the containers are, apart, for other ranks to build them again.

@@ -25,8 +25,8 @@ from composable.checked import checked
 from composable.compilation import untraced
 from composable.engine.params.param import STEPPED_BY, label_of
 from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer
-from composable.errors import OptimizerError, PhaseError, kind_of
-from composable.torch_private import in_backward
+from composable.errors import DifferentiationError, OptimizerError, PhaseError, kind_of
+from composable.torch_private import backward_id, in_backward
 
 _NAME: Final = "apply_optimizer_in_backward"
 _alive: Final[WeakSet[OptimizerInBackward]] = WeakSet()
@@ -65,6 +65,7 @@ class OptimizerInBackward(Optimizer):
         parameters = self.param_groups[0]["params"]
         self.ids = frozenset(map(id, parameters))  # of tensors that `param_groups` keeps alive
         self._hooks: list[RemovableHandle] = []
+        self._stepped_in: dict[int, int] = {}  # by parameters' ids: the last backward
         self.after_step: list[Callable[[], object]] = []
         for parameter in parameters:
             trains = parameter.requires_grad
@@ -92,6 +93,14 @@ class OptimizerInBackward(Optimizer):
         if id(parameter) not in self.ids:
             _refuse_replaced(parameter)
         if parameter.grad is not None:
+            backward = backward_id()
+            if self._stepped_in.get(id(parameter)) == backward != -1:
+                raise DifferentiationError(
+                    f"{_NAME}: {label_of(parameter) or 'a parameter'} was stepped in this backward,"
+                    " and has got another gradient: the loss reads it outside of its module, too,"
+                    " as a penalty does. Use weight_decay, or step after backward"
+                )
+            self._stepped_in[id(parameter)] = backward
             self._step_one(parameter)
             parameter.grad = None
 
@@ -263,8 +272,8 @@ def apply_optimizer_in_backward(
 
     Under `no_sync`, only the backward that reduces steps. If a backward raises, it may have stepped
     a part of the model, and perhaps another part on each rank. Load the last checkpoint before you
-    continue. You cannot use a `GradScaler`. A loss with a penalty that reads sharded parameters
-    would step them twice, and is refused: use `weight_decay`.
+    continue. You cannot use a `GradScaler`. If a penalty in the loss reads parameters outside of
+    their modules, they get a second gradient, and backward raises an error: use `weight_decay`.
 
     Args:
         optimizer_class: a class of `torch.optim`, or your own class if it steps each parameter

@@ -364,13 +364,14 @@ class LocalStep:
         """The state that the code has left, which may be another object."""
         return self._stand_in.state
 
-    def finish(self, optimizer: Optimizer) -> None:
+    def finish(self, optimizer: Optimizer, *, raised: bool = False) -> None:
         """Give gradients up, and let the optimizer's groups and state say what the step has left.
 
-        The step has left it in the groups and the state that it saw.
+        The step has left it in the groups and the state that it saw. If it has `raised`, the
+        gradients of parameters may be newer.
         """
         for parameter, local in zip(self._parameters, self._locals, strict=True):
-            if local.grad is None:  # the step has cleared it
+            if local.grad is None and not raised:  # the step has cleared it
                 parameter.grad = None
         self._drop_gradients()
         if optimizer.state is not self._users_state:
@@ -489,11 +490,15 @@ class ShardStepping(Stepping):
         return self._step.groups, self._step.hand_to(stand_in, state)
 
     @override
-    def _finish(self, optimizer: Optimizer) -> None:
+    def _give_up(self, optimizer: Optimizer) -> None:
+        self._finish(optimizer, raised=True)
+
+    @override
+    def _finish(self, optimizer: Optimizer, *, raised: bool = False) -> None:
         step, self._step = self._step, None
         if step is not None:
             with torch.no_grad():
-                step.finish(optimizer)
+                step.finish(optimizer, raised=raised)
 
     def _on_load(self, optimizer: Optimizer) -> None:
         self._check_state = True

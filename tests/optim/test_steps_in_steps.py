@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -33,12 +35,17 @@ class Clearing(Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
+    raises = False
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.add_(parameter.grad, alpha=-0.1)
+                if not self.raises:
+                    parameter.add_(parameter.grad, alpha=-0.1)
         self.zero_grad()
+        if self.raises:
+            raise MemoryError("as planned")
 
 
 class Plain(SGD):
@@ -109,9 +116,13 @@ def test_gradients_that_a_step_on_shards_clears_are_cleared() -> None:
     fully_shard(model)
     optimizers = [Clearing(each.parameters()) for each in (plain, model)]
     step_on_shards(optimizers[1], elementwise=True)
-    for _ in range(2):
+    for raises in (False, True, False):  # of a step that an error ended, gradients may be newer
         for each, optimizer in zip((plain, model), optimizers, strict=True):
             each(x).square().mean().backward()
-            optimizer.step()
+            optimizer.raises = raises
+            with pytest.raises(MemoryError) if raises else nullcontext():
+                optimizer.step()
+            if raises:
+                each.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
     _same(plain, model)

@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import backward_is_compiled, untraced
 from composable.contract.values import map_tensors, tensors_in
-from composable.engine.params.param import STEPPED_BY, ManagedParam
+from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded
 from composable.engine.step.observer import OBSERVERS, Observer, notify
 from composable.engine.step.root import Root, plan_root, root_for_call
 from composable.engine.step.unit import Need, Unit, UnitCall
-from composable.errors import DifferentiationError, OutputError, PhaseError
+from composable.errors import OutputError, PhaseError
 from composable.memory.elastic import comes_and_goes
 from composable.tensors import plain_parts
 from composable.torch_private import current_node, in_backward, innermost, made_since, next_node
@@ -251,12 +251,6 @@ def _gradient_arrived(unit: Unit, param: ManagedParam) -> None:
 
 def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
     """Autograd has accumulated on an at-rest parameter that modules do not compute with."""
-    if hasattr(param.at_rest, STEPPED_BY) and (unit.step.pending > 0 or unit.is_in_backward):
-        raise DifferentiationError(
-            f"unit '{unit.name}': the loss reads parameter '{param.fqn}' outside of its module, as"
-            " a penalty does. The optimizer in backward would step it for that gradient, and again"
-            " for the one of the module. Use the optimizer's weight_decay, or step after backward"
-        )
     if unit.gradients.mesh_info_of(param).all.size == 1:
         return  # one rank's gradient is right wherever it came
     root = unit.root
