@@ -87,6 +87,7 @@ def is_possible(plan: Plan, fault: Fault) -> bool:
         plan.annotation in ("compiled blocks", "several roots", "one unit of two"),
         plan.optimizer == "in backward",  # it has stepped when its findings are exchanged
         plan.around in ("join", "detect_anomaly", "skipped"),
+        plan.way == "together" and plan.around == "hook that keeps replicas apart",  # refused
         # counted, as it may be the scale's
         plan.way == "scaler" and kind in ("backward", "weight"),
         # hyper-parameters are compared where an optimizer steps
