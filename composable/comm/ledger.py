@@ -500,13 +500,19 @@ def start_comparing() -> None:
     ranks call it before their first launch.
     """
     global _compared
-    if not _compared:
-        _compared = True
-        on_collectives(_note_of_torch)
+    _compared = True
+    _follow_torch()
+
+
+@cache
+def _follow_torch() -> None:
+    on_collectives(_note_of_torch)
 
 
 def _note_of_torch(group: dist.ProcessGroup, kind: str, size: int | None) -> None:
-    if store_of(group) is not None:  # None while torch makes it, and after it was destroyed
+    if (
+        _compared and store_of(group) is not None
+    ):  # None while torch makes it, and after it was destroyed
         amount = "" if size is None else f", {size} bytes"
         ledger_of(group).compare_on_host(f"torch's {kind}{amount}")
 
