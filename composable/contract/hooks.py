@@ -94,8 +94,8 @@ class Dispatcher:
 
     @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Leave the brackets, innermost first. torch calls this, too, when forward or a hook of the
-        user's after it has raised.
+        """Leave the brackets, innermost first. torch also calls this if forward raised, or if a
+        forward hook that runs before this one did.
         """
         if not self._calls:
             return output  # a user's hook raised before `before` was called

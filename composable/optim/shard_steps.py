@@ -350,9 +350,16 @@ class LocalStep:
     def _values(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._shown)))
 
-    def _drop_gradients(self) -> None:
+    def _drop_gradients(self, *, clears: bool = False) -> None:
+        """Take the gradients off local tensors.
+
+        Args:
+            clears: a parameter whose local gradient the step has cleared loses its own, too.
+        """
         for parameter, local in zip(self._parameters, self._locals, strict=True):
             if local is not parameter:
+                if clears and local.grad is None:
+                    parameter.grad = None
                 local.grad = None
 
     def hand_to(self, stand_in: StandIn, state: Any) -> Any:
@@ -370,10 +377,7 @@ class LocalStep:
         The step has left it in the groups and the state that it saw. If it has `raised`, the
         gradients of parameters may be newer.
         """
-        for parameter, local in zip(self._parameters, self._locals, strict=True):
-            if local.grad is None and not raised:  # the step has cleared it
-                parameter.grad = None
-        self._drop_gradients()
+        self._drop_gradients(clears=not raised)
         if optimizer.state is not self._users_state:
             return  # an error ended the step, and other state was loaded since
         groups = zip(optimizer.param_groups, self.groups, self._before, strict=False)
